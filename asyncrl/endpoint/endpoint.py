@@ -1,17 +1,17 @@
 """The endpoint of a run: HTTP routes over the sessions of its episodes, in the run's own event loop.
 
     policy.base_url ──▶ Endpoint.open ──▶ (URL, key)
-    client ──▶ http/server.py ──▶ keys.py: whose ──▶ parameters.py: what ──▶ session.chat ──▶ replies.py: JSON or events
+    client ──▶ http/server.py ──▶ keys.py: session ──▶ parameters.py: request ──▶ session.chat ──▶ replies.py: JSON or events
 
-The engine returns whole answers, so a streamed answer is sent when it is sampled, and
-comments keep its connection alive until then.
+The engine returns whole answers, so a streamed answer is sent when it is sampled. Until then comments keep the
+connection alive.
 
 Guarantees
 * a key reaches its own episode alone. The end of the episode cancels its requests, and later ones get 401 with the reason;
 * a client that disconnects cancels its request, which leaves nothing in the trajectory;
 * an answer that was sampled and not delivered waits for a request with the same body: a client's retry gets that answer, and the
   trajectory has it once. At the end of the episode the trajectory loses answers that no client got. After the delivery the same
-  body samples a new answer;
+  body samples a new answer, unless the client's header `x-stainless-retry-count` marks a retry;
 * a parameter that has no effect is refused by its name, or is documented as ignored.
 """
 
@@ -114,9 +114,9 @@ class Endpoint:
         finally:
             self._server.forget()
 
-    def open(self, session: Session, line: str = "") -> tuple[str, str]:
-        """(base URL, key) for requests of one `line` (branch) of a session. Listens from the first call on. Errors: ConfigError."""
-        url, key = self._open(lambda: session, line)
+    def open(self, session: Session, branch: str = "") -> tuple[str, str]:
+        """(base URL, key) for requests of one branch of a session. Listens from the first call on. Errors: ConfigError."""
+        url, key = self._open(lambda: session, branch)
         self._issued.setdefault(id(session), []).append(key)
         return url, key
 
@@ -124,10 +124,10 @@ class Endpoint:
         """(base URL, key) for requests of no episode."""
         return self._open(self._visitor, "")
 
-    def _open(self, session: Callable[[], Session], line: str) -> tuple[str, str]:
+    def _open(self, session: Callable[[], Session], branch: str) -> tuple[str, str]:
         if not self._server.url:
             self._server.listen()
-        return self._server.url, self._keys.issue(session, line)
+        return self._server.url, self._keys.issue(session, branch)
 
     def end(self, session: Session, reason: str = "its coroutine returned or failed") -> None:
         """End the keys of a session, and cancel their open requests."""
@@ -146,7 +146,7 @@ class Endpoint:
                 session = episode.session()
                 ask = self._read(route.body, body, session)
                 digest = hashlib.blake2b(path.encode() + body, digest_size=16).digest()
-                return await self._deliver(route, ask, request, (episode, session), digest)
+                return await self._deliver(route, ask, request, episode, session, digest)
             except anyio.get_cancelled_exc_class():
                 self._count("endpoint/cancelled", 1)
                 raise
@@ -188,10 +188,9 @@ class Endpoint:
         return ask
 
     async def _deliver(
-        self, route: Route, ask: Ask, request: web.BaseRequest, of: tuple[OpenEpisode, Session], digest: bytes
+        self, route: Route, ask: Ask, request: web.BaseRequest, episode: OpenEpisode, session: Session, digest: bytes
     ) -> web.StreamResponse:
-        """Sample what is missing of the answer, and send it. What was sampled and is not delivered is kept for a retry."""
-        episode, session = of
+        """Sample the missing choices, and send the answer. Choices that are not delivered are kept for a retry."""
         waiting = episode.undelivered.get(digest)
         answers: Answers = waiting.pop() if waiting else {}
         late = episode.delivered.pop(digest, None)
@@ -213,16 +212,14 @@ class Endpoint:
                 choices = await self._choices(ask, session, episode, answers)
                 response = _json(route.reply(ask, choices, self._model))
                 await _send(request, response)
-        except Refused as error:
-            if not stream.prepared:
+        except BaseException as error:
+            if answers:
+                episode.undelivered.setdefault(digest, []).append(answers)
+            if not (isinstance(error, Refused) and stream.prepared):
                 raise
             self._count("endpoint/refused", 1)
             await _send(request, stream, event(_error(error, request), "error"))
             return stream
-        except BaseException:
-            if answers:
-                episode.undelivered.setdefault(digest, []).append(answers)
-            raise
         episode.delivered[digest] = answers
         if len(episode.delivered) > _MOST_DELIVERED:
             episode.delivered.popitem(last=False)
@@ -237,28 +234,28 @@ class Endpoint:
 
     async def _choices(self, ask: Ask, session: Session, episode: OpenEpisode, answers: Answers) -> list[ChatAnswer]:
         """All choices in order. Fills `answers`. Errors: Refused."""
-        line = episode.line
+        branch = episode.branch
         episode.answering.append(answers)
         try:
             prompts = [
                 session.encode(each) if isinstance(each, str) else np.array(each, np.int32) for each in ask.prompts
             ]
 
-            async def one(number: int) -> None:
+            async def sample(number: int) -> None:
                 if ask.messages is not None:
-                    answers[number] = await session.chat(ask.messages, ask.tools, ask.sampling, line=line)
+                    answers[number] = await session.chat(ask.messages, ask.tools, ask.sampling, branch=branch)
                 else:
                     prompt = prompts[number // ask.n]
-                    generation = await session.sample(prompt, ask.sampling, line=line)
+                    generation = await session.sample(prompt, ask.sampling, branch=branch)
                     answers[number] = ChatAnswer({"content": text_of(session, generation)}, generation, prompt)
 
             missing = [number for number in range(ask.n * (len(prompts) or 1)) if number not in answers]
             if len(missing) == 1:
-                await one(missing[0])
+                await sample(missing[0])
             else:
                 async with plain_task_group() as tasks:
                     for number in missing:
-                        tasks.start_soon(one, number)
+                        tasks.start_soon(sample, number)
         except EngineClosed as error:
             raise Refused(503, f"the run ends: {error}") from None
         except EpisodeLimit as error:

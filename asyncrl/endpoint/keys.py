@@ -32,14 +32,14 @@ Answers = dict[int, ChatAnswer]
 class OpenEpisode:
     """What one key opens."""
 
-    # Returns the session of an episode. For a visitor each call makes a new session.
+    # Returns the session of an episode. For requests of no episode each call makes a new session.
     session: Callable[[], Session]
-    line: str
+    branch: str
     ended: str | None = None  # the reason
     requests: set[anyio.CancelScope] = field(default_factory=set)
-    # Of its requests, while they are sampled.
+    # Answers that are being sampled.
     answering: list[Answers] = field(default_factory=list)
-    # By the digest of the request's body.
+    # Sampled answers that no client got, by the digest of the request's path and body.
     undelivered: dict[bytes, list[Answers]] = field(default_factory=dict)
     delivered: OrderedDict[bytes, Answers] = field(default_factory=OrderedDict)
 
@@ -59,10 +59,10 @@ class EpisodeKeys(Access):
     def url(self, port: int) -> str:
         return f"{self.origin(port)}/v1"
 
-    def issue(self, session: Callable[[], Session], line: str) -> str:
+    def issue(self, session: Callable[[], Session], branch: str) -> str:
         """A new key for a session."""
         self._issued += 1
-        self._open[self._issued] = OpenEpisode(session, line)
+        self._open[self._issued] = OpenEpisode(session, branch)
         return self._key(self._issued)
 
     def end(self, key: str, reason: str) -> None:

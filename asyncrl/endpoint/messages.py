@@ -143,8 +143,8 @@ def _messages(message: _AnthropicMessage) -> Iterator[dict[str, Any]]:
     ]
     thinking = "".join(block["thinking"] for block in content if block["type"] == "thinking")
     if text or calls or thinking or not results:
-        said: dict[str, Any] = {"role": message["role"], "content": text}
-        yield said | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thinking} if thinking else {})
+        rest: dict[str, Any] = {"role": message["role"], "content": text}
+        yield rest | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thinking} if thinking else {})
 
 
 def messages_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the routes, made of the models that validate requests."""
+"""The OpenAPI document of the routes, made from the models that validate requests."""
 
 from __future__ import annotations
 

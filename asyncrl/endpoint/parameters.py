@@ -18,12 +18,12 @@ MOST_CHOICES = 64
 
 
 def ignored(why: str) -> Any:
-    """A parameter of any value that changes nothing by design."""
+    """A parameter that takes any value and has no effect, by design."""
     return Field(None, description=f"Ignored: {why}")
 
 
 def refused(why: str) -> Any:
-    """A parameter that only null may be given for."""
+    """A parameter whose only allowed value is null."""
     return Field(None, description=why)
 
 
@@ -34,7 +34,7 @@ class Ask:
     sampling: SamplingParams
     messages: Messages | None = None  # None: `prompts`
     prompts: list[str | list[int]] = field(default_factory=list)
-    tools: list[dict[str, Any]] | None = None  # None: those of the row
+    tools: list[dict[str, Any]] | None = None  # None: the tools of the row
     n: int = 1
     stream: bool = False
     usage: bool = False  # a last chunk with the usage
@@ -71,7 +71,7 @@ class _ChatCall(Loose):
     function: _CalledFunction
 
 
-class _SaidMessage(Loose):
+class _TextMessage(Loose):
     role: Literal["system", "developer", "user", "tool"]
     content: Text
     name: NotRequired[str | None]
@@ -126,7 +126,7 @@ SEED = (
     "Not supported: the random numbers follow from the run's seed, the episode and the conversation; with a seed of the client all "
     "members of a group would be equal. Leave it out."
 )
-SAMPLED_ALONE = "0: log-probs of the sampled tokens. A trajectory has no others."
+SAMPLED_ALONE = "0: log-probs of the sampled tokens, the only log-probs of a trajectory."
 GRAMMAR = "Not supported: no grammar constrains the tokens. Leave it out."
 TOKENS = Field(None, ge=1, le=1 << 30, description="At most this many tokens, and never more than rollout.max_tokens.")
 TOOL_CHOICE: Any = Field(
@@ -221,7 +221,7 @@ class PenaltiesBody(OpenAiBody):
 class ChatBody(PenaltiesBody):
     """Parameters of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Annotated[_SaidMessage | _ReplyMessage, Field(discriminator="role")]], Field(min_length=1)]
+    messages: Annotated[list[Annotated[_TextMessage | _ReplyMessage, Field(discriminator="role")]], Field(min_length=1)]
     tools: list[_ChatTool] | None = None
     tool_choice: Literal["auto", "none"] | None = TOOL_CHOICE
     parallel_tool_calls: OnlyTrue | None = Field(None, description="The policy may call any number of tools.")
@@ -265,7 +265,7 @@ class CompletionsBody(PenaltiesBody):
 
 
 class GenerateParameters(PenaltiesBody):
-    """`sampling_params` of the route below, as in vLLM."""
+    """`sampling_params` of `GenerateBody`, as in vLLM."""
 
     logprobs: int | None = Field(None, ge=0, le=1, description="Log-probs of the sampled tokens are always returned.")
     min_tokens: int | None = Field(None, ge=0, le=1 << 30)
@@ -299,7 +299,7 @@ class GenerateBody(BaseModel):
 
 def describe(error: ValidationError, body: type[BaseModel]) -> tuple[str, str]:
     """(message, parameter) of the first problem."""
-    # Of the branches of a union, that which fits best.
+    # A union has an error for each of its types. The type that fits best has the longest path.
     first = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
     path = [str(part) for part in first["loc"]]
     name = path[0] if path else "body"

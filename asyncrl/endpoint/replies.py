@@ -68,7 +68,7 @@ def usage_of(choices: Sequence[ChatAnswer], prompts: Iterable[Int32Array]) -> di
 
 
 def identifier(kind: str) -> str:
-    """The id of an answer."""
+    """A random id that begins with `kind`."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
@@ -105,7 +105,7 @@ def chat_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
 
 
 def chat_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
-    """The answer as a stream of `chat.completion.chunk`: each choice is one chunk, and its end another."""
+    """The answer as a stream of `chat.completion.chunk`: a chunk with the choice, and a chunk with its finish reason."""
     reply = chat_reply(ask, choices, model)
     ids = {key: reply[key] for key in ("prompt_token_ids",) if key in reply}
     head = {key: reply[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
@@ -122,7 +122,7 @@ def chat_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator
 
 
 def text_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
-    """The object `text_completion`. With several prompts their ids are with the choices."""
+    """The object `text_completion`. With several prompts each choice has the ids of its prompt."""
     several = len(ask.prompts) > 1
     found = []
     for number, choice in enumerate(choices):

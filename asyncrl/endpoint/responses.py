@@ -216,7 +216,7 @@ def responses_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict
 
 
 def responses_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
-    """The same as the events of a stream, one delta for each part."""
+    """The answer as a stream of events, with one delta for each part."""
     reply = responses_reply(ask, choices, model)
     begun = reply | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     for number, (name, fields) in enumerate(

@@ -7,7 +7,7 @@
 The text for new messages is a difference: the template renders the whole conversation with a mark in place of the reply, and the
 text behind the mark is what follows the sampled tokens. So sampled tokens are never tokenized again. If the template writes the
 earlier messages differently now, `Chat.extend` returns None, and the whole conversation is rendered.
-Only the template writes control tokens: `data/tokenizing.py` encodes those in messages and tools as plain text.
+Unless `data.control_tokens` is `text`, `data/tokenizing.py` encodes control tokens in messages and tools as plain text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from asyncrl.types import FinishReason, Generation, Int32Array, Messages
 
 from .calls import name_of, read_calls
 
-# Kept chats of rows with different arguments of the template. A new one takes about 0.1 s with a large vocabulary.
+# Kept chats of rows with different arguments of the template. A new chat takes about 0.1 s with a large vocabulary.
 _MOST_OF_ROWS = 64
 # Marks in place of a reply's content and reasoning. Unicode keeps these characters for private use, so no template writes them.
 _CONTENT, _REASONING = "\ue002", "\ue003"
@@ -69,7 +69,7 @@ logger = logging.getLogger("asyncrl.environments")
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedTurn:
     """One request of a conversation and its reply."""
 
     messages: Messages  # of the request, as `normalise` returns them
@@ -121,7 +121,7 @@ class Chat:
         return self._of_rows[key]
 
     def encode(self, text: str) -> Int32Array:
-        """Token ids [P] of a text without control tokens."""
+        """Token ids [P] of a text. Control tokens in the text are encoded as plain text."""
         return np.array(encode_text(self.tokenizer, text), np.int32)
 
     def decode(self, ids: Int32Array) -> str:
@@ -134,7 +134,7 @@ class Chat:
         If the last message is the assistant's, the reply continues it. Errors: `DataError`."""
         return np.array(self._encoder.tokenize(self._render(messages, tools)), np.int32)
 
-    def extend(self, last: Recorded, messages: Messages, tools: Sequence[Any] = ()) -> Int32Array | None:
+    def extend(self, last: RecordedTurn, messages: Messages, tools: Sequence[Any] = ()) -> Int32Array | None:
         """Token ids [P] of a conversation that begins with `last`: its tokens, then the new messages.
 
         `messages`: the whole conversation. None: the template writes its beginning differently now. Errors: `DataError`."""

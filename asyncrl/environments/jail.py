@@ -6,7 +6,7 @@ Guarantees
 * The interpreter sees a root of its own: the folders of Python and of the system's programs, which are read-only, and `/sandbox`,
   which is memory. It sees no network, no other process and no environment variable of the run. It has no capabilities.
 * If the run hangs up or dies, or the interpreter or the jail ends, then init ends. The kernel then kills every process of the
-  namespaces, whatever its session or group, and drops `/sandbox`. The jail ends after the last of them.
+  namespaces, whatever its session or group, and drops `/sandbox`. The jail ends after the last process.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main(fd: int, memory: int, processes: int) -> None:
     """Serve the run at socket `fd`. The first byte sent is `+`, or `-` before the reason of a failure."""
-    line, is_root = socket.socket(fileno=fd), os.geteuid() == 0
-    with _reporting(line):
+    connection, is_root = socket.socket(fileno=fd), os.geteuid() == 0
+    with _reporting(connection):
         # Where memory runs out, the kernel ends the sandbox and not the run.
         _write("/proc/self/oom_score_adj", "1000")
         _enter_namespaces(is_root)
@@ -49,29 +49,29 @@ def main(fd: int, memory: int, processes: int) -> None:
         if not init:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             _make_root(memory)
-            _be_init(line, is_root, memory, processes)
-    line.close()
+            _be_init(connection, is_root, memory, processes)
+    connection.close()
     os.waitpid(init, 0)
 
 
 @contextlib.contextmanager
-def _reporting(line: socket.socket) -> Iterator[None]:
+def _reporting(connection: socket.socket) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        line.sendall(f"-{error.strerror}: {error.filename}".encode())
+        connection.sendall(f"-{error.strerror}: {error.filename}".encode())
         os._exit(1)
 
 
 def _enter_namespaces(is_root: bool) -> None:
     """Leave the namespaces of the run. Root also maps `nobody`, because a limit of processes does not bind root."""
-    unshared, told = os.pipe()
+    reader, writer = os.pipe()
     jail, mapper = os.getpid(), os.fork()
     if not mapper:
         # Outside of the new namespace, because only there root may map two users.
-        os.close(told)
+        os.close(writer)
         try:
-            if os.read(unshared, 1) and not is_root:
+            if os.read(reader, 1) and not is_root:
                 _write(f"/proc/{jail}/setgroups", "deny")
             for name, own in (("gid_map", os.getegid()), ("uid_map", os.geteuid())):
                 _write(f"/proc/{jail}/{name}", f"{own} {own} 1\n" + f"{_NOBODY} {_NOBODY} 1\n" * is_root)
@@ -80,11 +80,11 @@ def _enter_namespaces(is_root: bool) -> None:
         finally:
             os._exit(1)
     _check(_libc.unshare(_NAMESPACES), "unshare")
-    os.write(told, b"+")
+    os.write(writer, b"+")
     if os.waitpid(mapper, 0)[1]:
         raise PermissionError(1, "the user may not be mapped", "uid_map")
-    os.close(told)
-    os.close(unshared)
+    os.close(writer)
+    os.close(reader)
 
 
 def _make_root(memory: int) -> None:
@@ -113,7 +113,7 @@ def _make_root(memory: int) -> None:
     os.chdir(_HOME)
 
 
-def _be_init(line: socket.socket, is_root: bool, memory: int, processes: int) -> None:
+def _be_init(connection: socket.socket, is_root: bool, memory: int, processes: int) -> None:
     """Wait until the run hangs up or the interpreter ends. Never returns."""
     # The kernel reaps the children of a process that ignores SIGCHLD, orphans included.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -121,11 +121,11 @@ def _be_init(line: socket.socket, is_root: bool, memory: int, processes: int) ->
     if not interpreter:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _give_up_rights(is_root, memory, processes)
-        _serve(line)
+        _serve(connection)
     # Else the policy's code might trace this process.
     _libc.prctl(_PR_SET_DUMPABLE, 0)
     ends = select.poll()
-    ends.register(line, select.POLLRDHUP)
+    ends.register(connection, select.POLLRDHUP)
     ends.register(os.pidfd_open(interpreter), select.POLLIN)
     ends.poll()
     os._exit(0)
@@ -144,20 +144,20 @@ def _give_up_rights(is_root: bool, memory: int, processes: int) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
 
 
-def _serve(line: socket.socket) -> None:
+def _serve(connection: socket.socket) -> None:
     """Answer each piece of code with its output and the request's mark. Never returns."""
-    # Code that reads its standard input must not read the line.
-    for number, source in ((0, os.open("/dev/null", os.O_RDWR)), (1, line.fileno()), (2, line.fileno())):
+    # Code that reads its standard input must not read the connection.
+    for number, source in ((0, os.open("/dev/null", os.O_RDWR)), (1, connection.fileno()), (2, connection.fileno())):
         os.dup2(source, number)
     interpreter, variables = os.getpid(), {"__name__": "__main__"}
-    line.sendall(b"+")
-    with line.makefile("rb") as requests:
+    connection.sendall(b"+")
+    with connection.makefile("rb") as requests:
         while header := requests.read(20):
             _run(requests.read(int.from_bytes(header[16:], "little")).decode(), variables)
-            # A copy of the interpreter, which the code has forked, does not go on as a second one.
+            # A fork that the code made must not serve as a second interpreter.
             if os.getpid() != interpreter:
                 break
-            line.sendall(header[:16])
+            connection.sendall(header[:16])
     os._exit(0)
 
 

@@ -2,7 +2,7 @@
 
 Agents             what the episodes of a run share
   AgentEnvironment   plays one coroutine function: an `Environment`
-    AgentPolicy             of one episode; a thin face of its `Session`, which records all tokens
+    AgentPolicy             of one episode: an interface to its `Session`, which records all tokens
       Reply              of one request
 """
 
@@ -39,7 +39,7 @@ from .tools import AnyTool, Tool, Toolbox, as_tool
 
 # A coroutine function `episode(task, policy)`.
 EpisodeFunction: TypeAlias = Callable[[dict[str, Any], "AgentPolicy"], Awaitable[Any]]
-# Opens the endpoint for the requests of one `line` (branch) of a session. Returns (base URL, key).
+# Opens the endpoint for the requests of one branch of a session. Returns (base URL, key).
 OpenEndpoint: TypeAlias = Callable[[Session, str], tuple[str, str]]
 _NAME = re.compile(r"(?=.{1,100}$)[\w@: -][\w@:. -]*(/[\w@: -][\w@:. -]*)*")  # metric names that every sink takes
 _SAMPLING = {each.name for each in fields(SamplingParams)}
@@ -84,44 +84,44 @@ class Reply:
 class AgentPolicy:
     """The policy for one episode. All requests are recorded with their tokens, log-probs and versions."""
 
-    def __init__(self, episode: _Episode, line: str = "") -> None:
+    def __init__(self, episode: _Episode, branch: str = "") -> None:
         self._episode = episode
-        self._line = line
+        self._branch = branch
         self._branches = 0
 
     async def chat(self, messages: Messages | str, *, tools: Sequence[AnyTool] | None = None, **sampling: Any) -> Reply:
-        """The reply to a conversation in OpenAI's form. If `messages` continue an earlier one, its tokens are continued.
+        """The reply to a conversation in OpenAI's form. If `messages` continue an earlier conversation, its tokens are kept.
 
-        `tools`: functions with types and a docstring, or `Tool`s; None: the model may call those of the row's column `tools`, and
-        the caller runs them. `sampling`: fields of `SamplingParams`, such as `max_tokens`.
+        `tools`: functions with types and a docstring, or `Tool`s; None: the model may call the tools of the row's column `tools`,
+        and the caller runs them. `sampling`: fields of `SamplingParams`, such as `max_tokens`.
         Errors: EpisodeLimit, DataError, ConfigError, those of the engine."""
         known = [as_tool(tool) for tool in tools or ()]
         schemas = None if tools is None else [dict(tool.schema) for tool in known]
-        answer = await self._session.chat(messages, schemas, self._sampling(sampling), line=self._line)
+        answer = await self._session.chat(messages, schemas, self._sampling(sampling), branch=self._branch)
         return self._reply(answer.message, answer.prompt_ids, answer.generation, known)
 
     async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
-        """The completion of a text or of token ids, without a chat template. A text gets no control tokens. `Reply.ids` and
+        """The completion of a text or of token ids, without a chat template. A text is encoded by `encode`. `Reply.ids` and
         `encode` make the ids of a next request, which continue the sampled tokens. Errors: as `chat`."""
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = np.asarray(ids, np.int32)
-        generation = await self._session.sample(prompt_ids, self._sampling(sampling), line=self._line)
+        generation = await self._session.sample(prompt_ids, self._sampling(sampling), branch=self._branch)
         text = self._session.format.parse(prompt_ids, generation)["content"]
         return self._reply({"role": "assistant", "content": text}, prompt_ids, generation, ())
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, such as a tool's result, without control tokens."""
+        """Token ids of a text, such as a tool's result. Control tokens in the text are encoded as plain text."""
         return list(map(int, self._session.encode(text)))
 
     def branch(self, name: str | None = None) -> AgentPolicy:
         """A policy for a sub-agent or a parallel try, with random numbers of its own. The tokens belong to this episode. `name`:
         needed only if the order of the calls of `branch` differs from one play to the next."""
         self._branches += name is None
-        return AgentPolicy(self._episode, f"{self._line}/{self._branches if name is None else name}")
+        return AgentPolicy(self._episode, f"{self._branch}/{self._branches if name is None else name}")
 
     def note(self, name: str, value: float) -> None:
-        """A number of this episode, which replaces an earlier number of this name. The metric `own/NAME` of a step is the mean over
-        its episodes. Errors: DataError for an invalid name or value, LifecycleError after the episode."""
+        """Record a number of this episode. Replaces an earlier number of this name. The metric `own/NAME` of a step is the mean
+        over its episodes. Errors: DataError for an invalid name or value, LifecycleError after the episode."""
         self._check_open()
         self._episode.notes |= as_numbers({name: [value]}, 1, "policy.note", "own/")[0]
 
@@ -142,7 +142,7 @@ class AgentPolicy:
 
     def _endpoint(self) -> tuple[str, str]:
         self._check_open()
-        return self._episode.endpoint(self._line)
+        return self._episode.endpoint(self._branch)
 
     @property
     def _session(self) -> Session:
@@ -174,12 +174,12 @@ class _Episode:
         self.ended = False
         self._endpoints: dict[str, tuple[str, str]] = {}
 
-    def endpoint(self, line: str) -> tuple[str, str]:
+    def endpoint(self, branch: str) -> tuple[str, str]:
         if self.agents.open_endpoint is None:
             raise ConfigError("policy.base_url: this run has no endpoint; it needs the extra [http]")
-        if line not in self._endpoints:
-            self._endpoints[line] = self.agents.open_endpoint(self.session, line)
-        return self._endpoints[line]
+        if branch not in self._endpoints:
+            self._endpoints[branch] = self.agents.open_endpoint(self.session, branch)
+        return self._endpoints[branch]
 
     def end(self) -> None:
         self.ended = True
@@ -253,7 +253,7 @@ class AgentEnvironment:
             # The coroutine has returned, so no line of the user is in the traceback.
             raise type(error)(f"{error} ({_definition(self._play)})") from None
         if limited and not session.has_all_turns:
-            # The text is too long. A limit of turns cuts no text, so the reason is that of the last reply.
+            # The text is too long. A limit of turns cuts no text, so the reason of the last reply stays.
             trajectory = replace(trajectory, finish_reason=FinishReason.LENGTH)
         return replace(trajectory, extras={**trajectory.extras, **episode.notes})
 

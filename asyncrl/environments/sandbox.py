@@ -4,9 +4,9 @@
         reply = await policy.chat(messages, tools=[sandbox.python])
 
 The process starts with the block, so it is ready before the policy has written its first call. It ends with the block, and whenever
-a call is cancelled or reaches a limit. `jail.py` is the process, and says what its code can see.
+a call is cancelled or reaches a limit. `jail.py` is the process; its docstring says what the code can see.
 
-The kernel keeps the limits (namespaces of an ordinary user), so a bug of the kernel is a way out. Files in the folders of Python
+The kernel enforces the limits (namespaces of an ordinary user), so a bug of the kernel is a way out. Files in the folders of Python
 and below /usr can be read. All processes of a sandbox together may use `processes` times `memory_mib`.
 """
 
@@ -57,16 +57,16 @@ class Sandbox:
         self._timeout_s, self._most, self._keep_state = timeout_s, output_bytes, keep_state
         self._limits = (str(memory_mib << 20), str(processes))
         self._turn = asyncio.Lock()
-        self._line: socket.socket | None = None
+        self._connection: socket.socket | None = None
         self._ready = False
 
     async def __aenter__(self) -> Self:
-        """Errors: `PlatformError` if this machine lets an ordinary user make no namespaces."""
+        """Errors: `PlatformError` if this machine does not let an ordinary user make namespaces."""
         try:
-            line = self._start()
+            connection = self._start()
             # A machine that allows no sandbox is refused here, and not in a call, where the policy would read the error.
             if not Sandbox._proved:
-                await self._wait_ready(line)
+                await self._wait_ready(connection)
         except BaseException:
             await self._end()
             raise
@@ -84,11 +84,11 @@ class Sandbox:
         async with self._turn:
             usable = False
             try:
-                # The start of a process after a lost one does not count as the code's time.
-                line = self._start()
-                await self._wait_ready(line)
+                # The start of a new process does not count as the code's time.
+                connection = self._start()
+                await self._wait_ready(connection)
                 with anyio.move_on_after(self._timeout_s) as timer:
-                    answer, usable = await self._exchange(line, code.encode(errors="replace"))
+                    answer, usable = await self._exchange(connection, code.encode(errors="replace"))
                 if timer.cancelled_caught:
                     answer = f"[the code ran longer than {self._timeout_s:g} s and was ended; {_LOST}]"
             finally:
@@ -97,13 +97,13 @@ class Sandbox:
             self._start()
             return answer
 
-    async def _exchange(self, line: socket.socket, code: bytes) -> tuple[str, bool]:
+    async def _exchange(self, connection: socket.socket, code: bytes) -> tuple[str, bool]:
         """(what the policy reads, whether the process can take another call)."""
         loop, mark, output = asyncio.get_running_loop(), secrets.token_bytes(16), bytearray()
         try:
-            await loop.sock_sendall(line, mark + len(code).to_bytes(4, "little") + code)
+            await loop.sock_sendall(connection, mark + len(code).to_bytes(4, "little") + code)
             while not output.endswith(mark) and len(output) <= self._most + len(mark):
-                if not (piece := await loop.sock_recv(line, 1 << 16)):
+                if not (piece := await loop.sock_recv(connection, 1 << 16)):
                     raise ConnectionError
                 output += piece
         except ConnectionError:
@@ -115,8 +115,8 @@ class Sandbox:
 
     def _start(self) -> socket.socket:
         """The socket to the process. Starts the process if none runs."""
-        if self._line is not None:
-            return self._line
+        if self._connection is not None:
+            return self._connection
         if sys.platform != "linux":
             raise PlatformError("Sandbox needs Linux; give the policy a tool that runs code in a container of your own")
         ours, theirs = socket.socketpair()
@@ -129,14 +129,14 @@ class Sandbox:
                 command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], env=_ENVIRONMENT, cwd="/"
             )
             undo.pop_all()
-        self._line = ours
+        self._connection = ours
         return ours
 
-    async def _wait_ready(self, line: socket.socket) -> None:
+    async def _wait_ready(self, connection: socket.socket) -> None:
         if self._ready:
             return
         with anyio.fail_after(_START_S):
-            answer = await asyncio.get_running_loop().sock_recv(line, 1000)
+            answer = await asyncio.get_running_loop().sock_recv(connection, 1000)
         if not answer.startswith(b"+"):
             raise PlatformError(
                 f"this machine allows no sandbox ({_text(answer[1:]) or 'its process ended'}); allow user namespaces (Docker: "
@@ -147,10 +147,10 @@ class Sandbox:
 
     async def _end(self) -> None:
         """Hang up, and wait until the kernel has ended all processes, even if this task is cancelled meanwhile."""
-        line, self._line, self._ready = self._line, None, False
-        if line is None:
+        connection, self._connection, self._ready = self._connection, None, False
+        if connection is None:
             return
-        line.close()
+        connection.close()
         loop, pidfd = asyncio.get_running_loop(), os.pidfd_open(self._process.pid)
         ended, timer = loop.create_future(), loop.call_later(_END_S, self._process.kill)
         loop.add_reader(pidfd, ended.cancel)

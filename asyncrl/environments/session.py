@@ -3,8 +3,8 @@
     chat(messages, tools) ── chat.py: ids ──▶ sample(prompt_ids) ──▶ engine ──▶ tree ──▶ trajectory(reward)
 
 A request changes the tree when its reply is complete. So a request that was cancelled or failed leaves nothing.
-The random numbers of a request depend on the run's seed, group, member, line, prompt, and the number of earlier requests of that
-line with the same prompt, but not on the order of arrival.
+The random numbers of a request depend on the run's seed, group, member, branch, prompt, and the number of earlier requests of that
+branch with the same prompt, but not on the order of arrival.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncrl.types import (
     Trajectory,
 )
 
-from .chat import Chat, Recorded, Spelling, normalise, normalise_tools
+from .chat import Chat, RecordedTurn, Spelling, normalise, normalise_tools
 from .single_turn import episode_seed
 
 _TOKEN = np.dtype(
@@ -59,8 +59,8 @@ class EpisodeLimits:
         return cls(longest, config.rollout.max_turns, max(longest, config.train.tokens_per_microbatch))
 
 
-class _Made(NamedTuple):
-    """A request with a reply. `end`: its last token. `through`: that of the request that it continues, or -1."""
+class _AnsweredRequest(NamedTuple):
+    """A request with a reply. `end`: the index of the last token. `through`: the `end` of the request that is continued, or -1."""
 
     number: int
     end: int
@@ -79,7 +79,7 @@ class TokenTree:
         self.prompt_length = 0  # of the first request
 
     def add(self, prompt_ids: Int32Array, generation: Generation, through: int = -1) -> int:
-        """Add a request and its reply. Returns the index of the last token. `through`: that of the request that it continues."""
+        """Add a request and its reply. Returns the index of the last token. `through`: the last token of the continued request."""
         routes, size = generation.routed_experts, prompt_ids.size + generation.token_ids.size
         if routes is not None and len(routes) != size:
             raise GenerationError(f"the engine returned experts of {len(routes)} tokens for a request of {size}")
@@ -143,8 +143,8 @@ class TokenTree:
         return found[0], found[2]
 
     def _add_routes(self, path: Int32Array, routes: RoutesArray | None) -> None:
-        """Keep the experts of a request's tokens that have none. A token keeps those of its first pass, at which the tokens behind
-        it were sampled: a later request may compute its history again, with other weights. The last token went through no layer."""
+        """Store the experts of the request's tokens that have none yet. A token keeps the experts of its first pass, from which the
+        next tokens were sampled: a later request may compute the token again, with newer weights. The last token has no pass."""
         if routes is not None and self.routes is None:
             self.routes = np.zeros((0, *routes.shape[1:]), routes.dtype)
         if self.routes is not None:
@@ -178,15 +178,16 @@ class Session:
         self._name = f"{prompt.group_id}/{member}"
         self._seed = episode_seed(seed, prompt.group_id, member)
         self._tree = TokenTree()
-        self._exchanges: list[tuple[Recorded, list[Spelling], int, str]] = []  # with spellings, last token, line
-        self._numbers: dict[bytes, set[int]] = {}  # line and prompt -> numbers of the equal requests
+        # (turn, spellings, last token, branch)
+        self._exchanges: list[tuple[RecordedTurn, list[Spelling], int, str]] = []
+        self._numbers: dict[bytes, set[int]] = {}  # branch and prompt -> numbers of the equal requests
         self.limit: str | None = None  # the newest error of a limit
         # Replies and running requests, and tokens that the running requests may add.
         self._started = self._expected = 0
         self._ended = anyio.Event()  # set when a running request ends
         # In the order in which the replies arrived.
-        self._made: list[_Made] = []
-        self._complete = True  # the tree has no reply that is forgotten
+        self._answered: list[_AnsweredRequest] = []
+        self._complete = True  # the tree has no forgotten reply
         self._requests = itertools.count()
         self._temperature: float | None = None
 
@@ -197,11 +198,11 @@ class Session:
 
     @property
     def turns(self) -> int:
-        """Number of replies so far."""
-        return sum(made.generation.token_ids.size > 0 for made in self._made)
+        """Number of replies so far that have a token."""
+        return sum(request.generation.token_ids.size > 0 for request in self._answered)
 
     def encode(self, text: str) -> Int32Array:
-        """Token ids [P] of a text without control tokens."""
+        """Token ids [P] of a text. Control tokens in the text are encoded as plain text."""
         return self.format.encode(text)
 
     def decode(self, ids: Int32Array) -> str:
@@ -213,14 +214,14 @@ class Session:
         prompt_ids: Int32Array | Sequence[int],
         sampling: SamplingParams | None = None,
         *,
-        line: str = "",
+        branch: str = "",
     ) -> Generation:
-        """Sample a reply to the tokens [P]. `line`: the name of a parallel branch, which gets random numbers of its own.
+        """Sample a reply to the tokens [P]. `branch`: the name of a parallel branch, which gets random numbers of its own.
 
         A repeated request samples another reply. If the context is full, the reply ends with `length`.
         Errors: `EpisodeLimit` beyond the limits, `ConfigError` for another temperature, `DataError` without a token, those of the
         engine."""
-        return (await self._sample(np.asarray(prompt_ids, np.int32), sampling or self.sampling, line))[0]
+        return (await self._sample(np.asarray(prompt_ids, np.int32), sampling or self.sampling, branch))[0]
 
     async def chat(
         self,
@@ -228,9 +229,9 @@ class Session:
         tools: Any = None,
         sampling: SamplingParams | None = None,
         *,
-        line: str = "",
+        branch: str = "",
     ) -> ChatAnswer:
-        """The reply to a conversation in OpenAI's form. See `sample`. `tools`: None means those of the row (`Chat.tools`).
+        """The reply to a conversation in OpenAI's form. See `sample`. `tools`: None means the tools of the row (`Chat.tools`).
 
         The tokens of the longest recorded conversation with which `messages` begin are continued. Errors: also `DataError` for
         messages and tools that are malformed, or that the chat template refuses."""
@@ -240,19 +241,19 @@ class Session:
                 "(/v1/completions), or a model with a template"
             )
         messages, tools = normalise(messages), self.format.tools if tools is None else normalise_tools(tools)
-        last, through, prompt_ids, messages = self._place(messages, tools, line)
-        generation, end = await self._sample(prompt_ids, sampling or self.sampling, line, through)
+        last, through, prompt_ids, messages = self._place(messages, tools, branch)
+        generation, end = await self._sample(prompt_ids, sampling or self.sampling, branch, through)
         # Some templates want ids of 9 letters and digits.
         reply = self.format.parse(prompt_ids, generation, tools, call_id=f"c{end:06d}")
         [recorded] = normalise([reply])
-        self._record(last, Recorded(messages, tools, prompt_ids, generation, recorded), end, line)
+        self._record(last, RecordedTurn(messages, tools, prompt_ids, generation, recorded), end, branch)
         return ChatAnswer(reply, generation, prompt_ids)
 
     def trajectory(self, reward: float | None = None, turn_rewards: Sequence[float] | None = None) -> Trajectory:
         """What was sampled, as a trajectory. `turn_rewards`: one for each of `turns`, in the order in which the requests were made.
 
         Errors: `GenerationError` without a reply, `ConfigError` for another number of rewards."""
-        if not self._made:
+        if not self._answered:
             raise GenerationError(
                 "the episode asked for no reply, so there is nothing to train; call the policy before the episode returns"
             )
@@ -285,23 +286,23 @@ class Session:
     @property
     def _last(self) -> Generation:
         """The reply to the newest request that has one."""
-        return max(self._made).generation
+        return max(self._answered).generation
 
     def forget(self, generation: Generation) -> None:
-        """Take a reply that nobody got out of the trajectory, unless another request continues it. Call after the last request."""
-        for made in [made for made in self._made if made.generation is generation]:
-            if all(other.through != made.end for other in self._made):
-                self._made.remove(made)
-                self._exchanges = [exchange for exchange in self._exchanges if exchange[2] != made.end]
+        """Remove a reply that no client got, unless another request continues the reply. Call after the last request."""
+        for request in [each for each in self._answered if each.generation is generation]:
+            if all(other.through != request.end for other in self._answered):
+                self._answered.remove(request)
+                self._exchanges = [exchange for exchange in self._exchanges if exchange[2] != request.end]
                 self._complete = False
 
     def _in_order(self) -> TokenTree:
         """The tree as if replies had arrived in the order of their requests. Credit must not depend on which branch is faster."""
-        old, made = self._tree, sorted(self._made)
-        if self._complete and made == self._made:
+        old, requests = self._tree, sorted(self._answered)
+        if self._complete and requests == self._answered:
             return old
         tree, end_of = TokenTree(), {-1: -1}
-        for each in made:
+        for each in requests:
             path = old.path(each.end)
             prompt, reply = np.split(old.tokens[path], [path.size - each.generation.token_ids.size])
             columns = reply["id"], reply["logprob"], reply["filtered"], reply["version"]
@@ -317,10 +318,10 @@ class Session:
             self._end_session = None
 
     async def _sample(
-        self, prompt_ids: Int32Array, sampling: SamplingParams, line: str, through: int = -1
+        self, prompt_ids: Int32Array, sampling: SamplingParams, branch: str, through: int = -1
     ) -> tuple[Generation, int]:
         """The reply, and the index of its last token in the tree."""
-        key = b"\0".join((line.encode(), prompt_ids.tobytes()))
+        key = b"\0".join((branch.encode(), prompt_ids.tobytes()))
         request_number = next(self._requests)
         added, room = await self._reserve(prompt_ids, sampling, through)
         numbers = self._numbers.setdefault(key, set())
@@ -352,12 +353,12 @@ class Session:
             self._ended = anyio.Event()
         # The tree has the experts.
         generation = replace(generation, routed_experts=None)
-        self._made.append(_Made(request_number, end, through, generation))
+        self._answered.append(_AnsweredRequest(request_number, end, through, generation))
         return generation, end
 
     async def _reserve(self, prompt_ids: Int32Array, sampling: SamplingParams, through: int) -> tuple[int, int]:
-        """(tokens of the prompt that are not in the tree, most tokens of the reply). A request beyond a limit waits for those that
-        run: an error now could end the episode before its first reply, and a request that ends may leave room.
+        """(tokens of the prompt that are not in the tree, most tokens of the reply). A request beyond a limit waits for the
+        running requests: an error now could end the episode before its first reply, and a request that ends may leave room.
 
         Errors: as `_room`."""
         while True:
@@ -406,16 +407,16 @@ class Session:
         return room
 
     def _place(
-        self, messages: Messages, tools: list[Any], line: str
-    ) -> tuple[Recorded | None, int, Int32Array, Messages]:
+        self, messages: Messages, tools: list[Any], branch: str
+    ) -> tuple[RecordedTurn | None, int, Int32Array, Messages]:
         """(the exchange that is continued, its last token, token ids of the request, messages with the recorded replies)."""
-        best: tuple[tuple[int, bool, int], Recorded, int, Messages] | None = None
+        best: tuple[tuple[int, bool, int], RecordedTurn, int, Messages] | None = None
         sent = Spelling(messages)
-        for number, (exchange, spellings, end, of_line) in enumerate(self._exchanges):
+        for number, (exchange, spellings, end, of_branch) in enumerate(self._exchanges):
             for spelling in spellings:
                 if not spelling.begins(sent):
                     continue
-                rank = (len(spelling), of_line == line, number)
+                rank = (len(spelling), of_branch == branch, number)
                 if best is None or rank > best[0]:
                     best = rank, exchange, end, [*exchange.messages, exchange.reply, *messages[len(spelling) :]]
         cause = "messages"
@@ -427,13 +428,13 @@ class Session:
                 return exchange, end, ids, messages
             cause = "template" if exchange.tools == tools else "tools"
         asked = any(exchange.messages == messages for exchange, *_ in self._exchanges)
-        begun = best is not None or any(of_line == line for *_, of_line in self._exchanges)
+        begun = best is not None or any(of_branch == branch for *_, of_branch in self._exchanges)
         if begun and not asked:
             self.format.count_fork(cause)
         return None, -1, self.format.render(messages, tools), messages
 
-    def _record(self, last: Recorded | None, new: Recorded, end: int, line: str) -> None:
-        """Keep a request and its reply for the requests that continue them. `last`: what the request itself continued."""
+    def _record(self, last: RecordedTurn | None, new: RecordedTurn, end: int, branch: str) -> None:
+        """Keep a request and its reply for the requests that continue them. `last`: the turn that the request continued."""
         messages, reply = new.messages, new.reply
         spellings = [[*messages, reply]]
         if messages[-1]["role"] == "assistant":
@@ -448,9 +449,9 @@ class Session:
                 )
                 generation = replace(new.generation, token_ids=ids)
                 [whole] = normalise([self.format.parse(last.prompt_ids, generation, new.tools)])
-                new = Recorded(messages[:-1], new.tools, last.prompt_ids, generation, whole)
+                new = RecordedTurn(messages[:-1], new.tools, last.prompt_ids, generation, whole)
             spellings.append([*new.messages, new.reply])
-        self._exchanges.append((new, [Spelling(each) for each in spellings], end, line))
+        self._exchanges.append((new, [Spelling(each) for each in spellings], end, branch))
 
     def _completion(self, tree: TokenTree) -> str | Messages:
         """The messages behind the first request, on the path of the last reply. A text if no request had messages."""
@@ -458,7 +459,7 @@ class Session:
             path = tree.path(tree.tokens.size - 1)
             ids = tree.tokens["id"][path[path >= tree.prompt_length]]
             return self.format.decode(ids[: ids.size - self.format.has_ended(self._last)])
-        number_of = {made.end: made.number for made in self._made}
+        number_of = {request.end: request.number for request in self._answered}
         exchanges = sorted(self._exchanges, key=lambda exchange: number_of[exchange[2]])
         first, last = exchanges[0][0], exchanges[-1][0]
         shared = len(first.messages) if last.messages[: len(first.messages)] == first.messages else 0

@@ -26,7 +26,7 @@ def episode_seed(seed: int, group_id: int, member: int) -> int:
 
 
 class SingleTurn:
-    """Samples one completion for the prompt. Every sampled token is trained, also the token that ends the completion.
+    """Samples one completion for the prompt. Every sampled token is trained, including the token that ends the completion.
 
     If the prompt is a string, the completion is a string; else it is `[{"role": "assistant", "content": text}]`.
     """

@@ -70,7 +70,7 @@ def as_tool(tool: AnyTool) -> Tool:
 @lru_cache(maxsize=256)
 def _checked(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable[..., Any]]:
     """(schema, the function with checked arguments). Errors: ConfigError."""
-    # Not at the top: this module is imported without torch, which these need.
+    # Not at the top: transformers may import torch, and this module is imported without torch.
     from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
     try:

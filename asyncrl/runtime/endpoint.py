@@ -29,9 +29,9 @@ class LazyEndpoint:
         self._visitors = 0
         self._wanted = anyio.Event()
 
-    def open(self, session: Session, line: str) -> tuple[str, str]:
+    def open(self, session: Session, branch: str) -> tuple[str, str]:
         """(base URL, key) for an episode. Errors: ConfigError without the extra, or if the endpoint cannot listen."""
-        return self._served(self._made().open(session, line))
+        return self._served(self._made().open(session, branch))
 
     def open_visitor(self) -> tuple[str, str]:
         """(base URL, key) for requests of no episode."""

@@ -295,10 +295,10 @@ async def test_choices_that_were_sampled_before_a_disconnect_are_not_sampled_aga
         assert o.session.turns == 2
 
 
-@pytest.mark.parametrize("end", ["after", "before"])
+@pytest.mark.parametrize("end", ["after", "before", "failed"])
 async def test_choices_that_no_client_got_are_no_part_of_the_trajectory(end: str) -> None:
-    """`end`: of the episode, after the client has gone, or while the request is still sampled."""
-    script = Script("qwen2_5", "Fog", "Sunny", "Rain")
+    """`end`: of the episode, after the client has gone, or while the request is still sampled. failed: a choice raises."""
+    script = Script("qwen2_5", "Fog", "Sunny", ValueError("broken") if end == "failed" else "Rain")
     held = Held(script)
     asked: list[GenerationRequest] = []
 
@@ -313,6 +313,9 @@ async def test_choices_that_no_client_got_are_no_part_of_the_trajectory(end: str
         await until(lambda: o.session.turns == 2)
         if end == "before":
             o.endpoint.end(o.session)
+        if end == "failed":
+            held.free.set()
+            await until(lambda: o.counts["endpoint/refused"] == 1)
         client.close()
         await until(lambda: held.running == 0)
         o.endpoint.end(o.session)

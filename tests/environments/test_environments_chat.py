@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.schema import DataConfig
 from asyncrl.environments.calls import read_calls
-from asyncrl.environments.chat import Chat, Recorded, normalise, normalise_tools
+from asyncrl.environments.chat import Chat, RecordedTurn, normalise, normalise_tools
 from asyncrl.errors import DataError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation
@@ -76,7 +76,7 @@ def test_the_turns_of_every_template_are_what_transformers_renders_at_once(famil
         for end in re.finditer("|".join(map(re.escape, tokenizer.all_special_tokens)), rest):
             sampled = rest[: end.end()]
             if ("Bonn" if "tool" in name else "A1") in sampled and not re.search("Q[23]|sun", sampled):
-                recorded = Recorded(messages[:last], tools, prompt, reply_of(tokenizer, sampled), messages[last])
+                recorded = RecordedTurn(messages[:last], tools, prompt, reply_of(tokenizer, sampled), messages[last])
                 extended = chat.extend(recorded, messages, tools)
                 found.append(None if extended is None else tokenizer.decode(extended))
         assert whole in found, (name, whole, found)
@@ -121,7 +121,7 @@ def test_renderers_makes_the_same_tokens_and_messages(family: str) -> None:
     assert (message.get("reasoning_content"), message["content"]) == (parsed.reasoning_content, parsed.content.strip())
     [reply] = normalise([message])
     wanted = renderer.bridge_to_next_turn(prompt.tolist(), ids, [RESULT], tools=[TOOL]).token_ids
-    recorded = Recorded(messages, [TOOL], prompt, generation, reply)
+    recorded = RecordedTurn(messages, [TOOL], prompt, generation, reply)
     assert chat.extend(recorded, [*messages, reply, *normalise([RESULT])], [TOOL]).tolist() == wanted
 
 
@@ -134,7 +134,7 @@ def test_thinking_that_renderers_renders_again_is_rendered_again_here() -> None:
     prompt, generation = chat.render([USER]), reply_of(tokenizer, "<think>\nhm\n</think>\n\nA1<|im_end|>")
     [reply] = normalise([chat.parse(prompt, generation)])
     assert renderer.bridge_to_next_turn(prompt.tolist(), generation.token_ids.tolist(), [USER]) is None
-    assert chat.extend(Recorded([USER], [], prompt, generation, reply), [USER, reply, USER]) is None
+    assert chat.extend(RecordedTurn([USER], [], prompt, generation, reply), [USER, reply, USER]) is None
 
 
 FORMATS = [
