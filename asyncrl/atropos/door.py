@@ -161,7 +161,7 @@ class AtroposDoor:
         return reply(200, message=f"asyncrl run {self._terms.name}: Atropos API")
 
     async def _info(self, _: web.BaseRequest) -> web.Response:
-        # An environment server drops trajectories of `max_token_len` tokens. The longest that the run takes has one less.
+        # An environment server drops trajectories of `max_token_len` tokens or more. The longest row of a run has one token less.
         return reply(200, batch_size=self._terms.batch_size, max_token_len=(self._terms.limits.longest or 0) + 1)
 
     async def _wandb_info(self, _: web.BaseRequest) -> web.Response:

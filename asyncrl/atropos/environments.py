@@ -1,7 +1,7 @@
 """The environment servers of an HTTP door: their registration, the door's answers to `/status-env`, and the end of the run.
 
 Atropos has no message for the end of a run. A server ends by itself once `current_step + queue_size * group_size // batch_size`
-exceeds its number of steps. It ends with a stack trace if its requests fail. So a door that closes goes on to answer
+exceeds its number of steps. It ends with a stack trace if its requests fail. So a closing door keeps answering
 `/status-env` for up to `LINGER_S`, with a queue of `OVER` groups, which ends every server.
 """
 

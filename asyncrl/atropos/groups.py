@@ -21,7 +21,7 @@ from asyncrl.records.check import Limits
 
 from .scored_data import read_group
 
-# Bytes of one body after decompression. A group of 64 x 32,768 tokens has about 70 MB.
+# Bytes of one body, before and after decompression. A group of 64 x 32,768 tokens has about 70 MB.
 MAX_BODY_BYTES = 1 << 27
 # Complete bodies that are read into groups or wait for room in a ring.
 MAX_BODIES = 16
@@ -185,7 +185,7 @@ class GroupReceiver:
             scope.cancel()
 
     async def post(self, request: web.BaseRequest) -> web.Response:
-        """Push the groups of a request. Status 200: all accepted; 422: some cannot be trained; 503: no room. Errors: Refused."""
+        """Push the groups of a request. Status 200: all accepted; 422: some cannot be trained; 503: no room, or the run ends."""
         held_bytes = 0
 
         def count(size: int) -> None:

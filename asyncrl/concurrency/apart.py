@@ -1,4 +1,4 @@
-"""Runs code of a user in a task of its own, so that its cancellation, its exit and its cleanup stay its own affair."""
+"""Runs code of a user in a task of its own, so that its CancelledError, SystemExit and slow cleanup do not break the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class CancelledItself(Exception):
 
 
 async def run_apart(work: Callable[[], Awaitable[T]], name: str) -> T:
-    """The result of `work`, which runs in a task of its own. Errors: `CancelledItself`; those of `work`. In a task without this
-    function, SystemExit would end the event loop.
+    """The result of `work`, which runs in a task of its own. Errors: `CancelledItself`; those of `work`. In a plain task
+    SystemExit would end the event loop.
 
     If the caller is cancelled, the task is cancelled once. So `async with` and `finally` of the work can wait for their cleanup,
     which an anyio scope would cancel at every `await`. A cleanup of more than `CLEANUP_S` is cancelled, too. A task that ignores

@@ -4,8 +4,8 @@ A child is run as `python -m MODULE CHANNEL PARENT`. CHANNEL is the descriptor o
 number of this process. The child calls `die_with_parent(PARENT)` before anything else. A child with a guard gets no PARENT.
 
 Guarantees
-* A child has a session of its own: Ctrl-C in the terminal does not reach it. It inherits only the descriptors in `fds`. Its
-  standard input is empty. It imports the same package `asyncrl` as this process.
+* A child has a session of its own: Ctrl-C in the terminal does not reach it. It inherits only its channel, the
+  descriptors in `fds` and `output`. Its standard input is empty. It imports the same package `asyncrl` as this process.
 * A child does not outlive this process, however this process ends. When a child ends, its process group is killed. With a guard
   (`guard.py`) every process that the child started is killed.
 * `kill` is synchronous and safe at any moment, for a stopped process too. `aclose` leaves no process behind, even if it is
@@ -59,7 +59,7 @@ class ChildProcess:
         guarded: bool = False,
         notify: Callable[[], None] | None = None,
     ) -> None:
-        """Errors: OSError. Call it from a thread that lives as long as the child: to the kernel that thread is the parent.
+        """Errors: OSError. Call this in a thread that lives as long as the child: to the kernel that thread is the parent.
 
         name: for error messages.
         fds: descriptors that the child inherits, under the same numbers.

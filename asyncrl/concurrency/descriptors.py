@@ -17,7 +17,7 @@ class Reserve:
         self._held: list[int] = []
 
     def keep(self) -> None:
-        """Errors: OSError if fewer are free. The descriptors that were opened before the error stay open."""
+        """Errors: OSError if fewer descriptors are free. The descriptors that were opened before the error stay open."""
         while len(self._held) < SPARE:
             self._held.append(os.open(os.devnull, os.O_RDONLY))
 

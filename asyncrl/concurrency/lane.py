@@ -49,13 +49,13 @@ class Lane(Protocol):
 
     @property
     def thread_id(self) -> int | None:
-        """`ident` of the thread that runs the closures; None without one. The watchdog finds the frame of a closure with it."""
+        """`ident` of the thread that runs the closures; None without a thread. The watchdog finds a closure's frame by it."""
 
 
 class ThreadLane:
     """A lane with a thread. Use it as `async with ThreadLane(...) as lane`. Closing runs the queued closures first.
 
-    on_start: called first on the new thread, for device selection and thread counts. `async with` raises its exception.
+    on_start: called first on the new thread, for device selection and thread counts. `async with` raises errors of `on_start`.
     close_timeout_s: seconds that closing waits for queued and running closures. Then closing raises a `LifecycleError` that names
         the running closure. The closure cannot be stopped: its daemon thread continues.
     """

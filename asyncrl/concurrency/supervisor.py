@@ -92,7 +92,7 @@ class Supervisor:
         except asyncio.CancelledError:
             if self._cancelled_on_purpose():
                 raise
-            error = LifecycleError(f"{name} was cancelled by somebody else than its supervisor")
+            error = LifecycleError(f"{name} was cancelled, but not by its supervisor")
             self._note_failure(error, name)
             raise error from None
         except BaseException as exc:
@@ -136,7 +136,7 @@ def spawn(group: TaskGroup, name: str, work: Callable[[Unpack[Args]], Awaitable[
         except asyncio.CancelledError:
             if anyio.current_effective_deadline() == -math.inf:
                 raise
-            raise LifecycleError(f"{name} was cancelled by somebody else than its task group") from None
+            raise LifecycleError(f"{name} was cancelled, but not by its task group") from None
 
     group.start_soon(run, name=name)
 

@@ -9,7 +9,7 @@ A blocked event loop or lane does not block this thread. An alarm is raised when
 
 At an alarm the watchdog prints a dump to stderr and asks the run to end (`on_stall`, called on the loop). If the process still
 runs after `abort_grace_s`, the watchdog ends it with exit code 4, or 12 if a rank was lost. With `hard_exit=False`, for a process
-that embeds the run, it never ends the process.
+that embeds the run, the watchdog never ends the process.
 
 A closure that holds the GIL, such as a runaway regular expression, stops the watchdog's thread too. With `hard_exit` a second
 process handles that case (`sentry.py`): it sends SIGABRT, and `faulthandler` prints all stacks.
@@ -88,12 +88,12 @@ class _StandstillTimer:
 class Watchdog:
     """Use `async with Watchdog(...)` on the loop to be watched. Closing stops the watchdog, also during its countdown.
 
-    Open it before the lanes and the supervisor, and close it after them. Otherwise nothing ends a supervisor whose exit waits for
-    a blocked closure. Lanes need not be open yet when they are passed in.
+    Open the watchdog before the lanes and the supervisor, and close it after them. Otherwise nothing ends a supervisor whose exit
+    waits for a blocked closure. Lanes need not be open yet when they are passed in.
 
     config: intervals and timeouts in seconds (section `watchdog` of the configuration).
-    progress_limit: returns the limit that holds now, or None while no progress is expected (an idle embedded run). It is called on
-        the watchdog's thread and may only read, like `details` and `silent_ranks`.
+    progress_limit: returns the limit that holds now, or None while no progress is expected (an idle embedded run). Runs on the
+        watchdog's thread and may only read, like `details` and `silent_ranks`.
     on_stall: called on the loop with the error that should end the run, and again if an embedded run does not end in time.
     details: functions that return sentences for the dump, such as a ledger's `describe`.
     silent_ranks: with True, returns why the run cannot go on without a lost rank: the first sentence becomes an alarm with a
@@ -285,7 +285,7 @@ class Watchdog:
         state = self._recorder, self._lanes, self._loop, self._loop_thread, self._details
         printed = threading.Event()
         assert self._writer is not None
-        # By another thread: a full pipe must not block this one.
+        # By another thread: a full pipe must not block the watchdog.
         self._writer.work.put(lambda: print_dump(headline, *state))
         self._writer.work.put(printed.set)
         printed.wait(_DUMP_LIMIT_S)

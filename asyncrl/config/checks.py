@@ -416,7 +416,7 @@ def _check_run(config: Config, own_environment: bool, own_rewards: bool) -> Iter
         yield "the run has no end: set at least one of train.max_steps, train.max_epochs, train.time_limit_s"
     if config.reroll.start_fraction < 1 and train.max_steps is None and train.max_epochs is None:
         yield (
-            f"reroll.start_fraction is {config.reroll.start_fraction}, a part of the run, but only time_limit_s ends it; set "
+            f"reroll.start_fraction is {config.reroll.start_fraction}, a part of the run, but only time_limit_s ends the run; set "
             "train.max_steps or train.max_epochs"
         )
     if train.schedule != "constant" and train.max_steps is None and train.max_epochs is None:
@@ -482,7 +482,7 @@ def _check_door(config: Config) -> Iterator[str]:
         yield f"door.on_timeout is {door.on_timeout} but door.timeout_s is null, so no group ever times out; set timeout_s"
     if door.ring is None:
         if door.http_port is not None:
-            yield f"door.http_port is {door.http_port} but door.ring is not set; name the ring that it feeds"
+            yield f"door.http_port is {door.http_port} but door.ring is not set; name the ring that the port feeds"
         return
     if problem := key_problem(door.http_host, door.http_key):
         yield problem
@@ -525,7 +525,7 @@ def _check_distributed(config: Config) -> Iterator[str]:
 
 
 def _has_roles(config: Config) -> bool:
-    """Whether some rank only trains or only generates, shares sequences, or may join. Then all engines run in workers."""
+    """Whether a rank only trains, only generates or shares sequences, or a node may join. Then all engines run in workers."""
     if config.distributed.listen is not None or config.distributed.context > 1:
         return True
     train, generate = config.distributed.roles.train, config.distributed.roles.generate
@@ -553,7 +553,7 @@ def _check_roles(config: Config) -> Iterator[str]:
             yield f"distributed.listen is {listen!r}: give the address by which nodes reach the machine of rank 0"
     if config.door.ring is not None:
         yield prefix + (
-            f"door.ring is {config.door.ring}: other programs generate the groups, so no rank has to; leave {name} out"
+            f"door.ring is {config.door.ring}: other programs generate the groups, so no rank generates; leave {name} out"
         )
     if config.generation.placement == "shared":
         yield f"with {name} every engine runs in workers, but generation.placement is shared; use generation.placement=auto"

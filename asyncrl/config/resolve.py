@@ -66,7 +66,7 @@ def last_version(config: Config, base: int = 0, rows: int | None = None) -> int 
 
 
 def prompts_of(epochs: float, rows: int) -> int:
-    """The number of prompts of these passes over `rows`. A product that rounding makes a little too large must not add a prompt."""
+    """The number of prompts in `epochs` passes over `rows`. A product that rounding makes too large must not add a prompt."""
     return math.ceil(epochs * rows - 1e-9)
 
 

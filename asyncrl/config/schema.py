@@ -141,8 +141,8 @@ class EngineConfig(SettingsSection):
     kept_prefix_max_age: int | None = field(
         None,
         "An episode's next turn uses cached keys and values of earlier turns up to this age in policy versions, and computes older "
-        "ones again. 0: every turn computes its whole history. Derived: 0 with preset sync, whose results "
-        "must not depend on which rows were kept; else the largest age of a trained token, at least 1.",
+        "ones again. 0: every turn computes its whole history. Derived: 0 with preset sync, whose results must not depend on which "
+        "rows were kept; 1 with kv_after_update=recompute; else the largest age of a trained token, at least 1.",
         ge=0,
     )
 

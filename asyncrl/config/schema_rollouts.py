@@ -51,11 +51,11 @@ class JudgeConfig(SettingsSection):
         min_length=1,
     )
     name: str = field("judge", "Name in metrics.", min_length=1)
-    weight: float = field(1.0, "Weight in the sum of the components; the weights of criteria are multiplied by it.")
+    weight: float = field(1.0, "Weight in the sum of the components; the weights of criteria are multiplied by this.")
     model: str | None = field(None, "Name of the model at the endpoint; null: requests name no model.")
     key_env: str | None = field(None, "Name of the environment variable with the endpoint's key; null: no key.")
     reference: str | None = field(None, "Column with a reference answer, which the judge reads beside the completion.")
-    scale: int = field(10, "The judge gives whole numbers from 0 to this. A score is that number divided by it.", ge=1)
+    scale: int = field(10, "The judge gives whole numbers from 0 to this. A score is the number divided by this.", ge=1)
     request: Untyped = field({}, "Further fields of each request, such as temperature and max_tokens.")
 
 
@@ -216,14 +216,14 @@ class DoorConfig(SettingsSection):
         exclude=True,
     )
     http_names: tuple[str, ...] = field(
-        (), "Other host names of this machine in the URLs of clients, besides `http_host` and the machine's name."
+        (), "Names in the URLs of clients, besides `http_host` (and with 0.0.0.0 the machine's name and addresses)."
     )
 
 
 class EndpointConfig(SettingsSection):
     """`policy.base_url`: the policy over HTTP, for agents with a client of OpenAI or Anthropic (extra [http]).
 
-    It opens when an episode first asks for it. Each episode has a key of its own."""
+    The endpoint opens when an episode first reads `policy.base_url`. Each episode has a key of its own."""
 
     host: str = field(
         "127.0.0.1",
@@ -231,7 +231,7 @@ class EndpointConfig(SettingsSection):
     )
     port: int = field(0, "Port of the endpoint; 0: any free port, as several ranks on a machine need.", ge=0, le=65535)
     names: tuple[str, ...] = field(
-        (), "Other host names of this machine in the URLs of clients, besides `host` and the machine's name."
+        (), "Host names in the URLs of clients, besides `host` (and with 0.0.0.0 the machine's name and addresses)."
     )
 
 

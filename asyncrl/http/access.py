@@ -92,7 +92,7 @@ class Access:
         return self.check_key(request)
 
     def check_content(self, request: web.BaseRequest) -> None:
-        """Errors: Refused if the body is not said to be JSON."""
+        """Errors: Refused for a POST or a body without the Content-Type of JSON."""
         if (request.method == "POST" or request.body_exists) and request.content_type.lower() != "application/json":
             raise Refused(415, f"Content-Type is {request.content_type[:100]!r}; send application/json")
 

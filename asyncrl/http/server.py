@@ -46,11 +46,11 @@ GRACE_S = 1.0
 # Time limit of a body, and of a pause in it.
 BODY_S = 30.0
 PAUSE_S = 5.0
-# How long the server goes on to read a refused body. Without this time the sender may miss the reply.
+# How long the server keeps reading a refused body. Without this time the sender may miss the reply.
 _LINGER_S = 1.0
 # Time limit of requests that run when the server closes.
 _SHUTDOWN_S = 5.0
-# Pause before another try, because no event tells that a descriptor came free.
+# Pause before another try, because no event reports a free descriptor.
 _RETRY_S = 0.1
 _BACKLOG = 128
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -143,7 +143,7 @@ class _Connections(web.Server):
 class HttpServer:
     """`async with HttpServer(Access(address), routes) as server` listens at `server.url`; `routes` are handlers by method and path.
 
-    `listen` may be called before, where the URL is needed at once: the kernel keeps connections until the server is entered.
+    `listen` may be called earlier, to get the URL: the kernel keeps connections until the server is entered.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class HttpServer:
         # Connections whose request is being handled.
         self._busy: set[Any] = set()
         self._listening: list[socket.socket] = []
-        # Shielded: also a cancelled run accepts connections until `close`, so that clients learn of the end of the run.
+        # Shielded: even a cancelled run accepts connections until `close`, so that clients learn of the end of the run.
         self._accepting = anyio.CancelScope(shield=True)
         self._closed = anyio.Event()
         self._exit_stack = AsyncExitStack()
@@ -183,7 +183,7 @@ class HttpServer:
                 ]
             except OSError as error:
                 raise ConfigError(
-                    f"the HTTP door cannot listen at {host}:{port}: {error}; choose another port"
+                    f"the HTTP server cannot listen at {host}:{port}: {error}; choose another port"
                 ) from error
             sockets.pop_all()
         names = [listener.getsockname()[:2] for listener in listening]
@@ -198,7 +198,7 @@ class HttpServer:
         self._listening = []
 
     async def __aenter__(self) -> HttpServer:
-        """Errors: ConfigError if it cannot listen."""
+        """Errors: ConfigError if the server cannot listen."""
         if not self._listening:
             # In a thread: the name of the host may have to be looked up.
             await offload(self.listen, "listen")
@@ -222,7 +222,7 @@ class HttpServer:
             await self._exit_stack.aclose()
 
     async def close(self) -> None:
-        """Accept no more connections. Open ones go on until the `async with` is left."""
+        """Accept no more connections. Open connections stay open until the `async with` is left."""
         self._accepting.cancel()
         await self._closed.wait()
 

@@ -1,4 +1,4 @@
-"""Adapts reward functions of three forms to TRL's form, which the workers call. Its signature tells the form of a function.
+"""Adapts reward functions of three forms to TRL's form, which the workers call. The signature of a function shows its form.
 
 | form          | signature                                                                          | called              |
 |---------------|------------------------------------------------------------------------------------|---------------------|
@@ -129,7 +129,7 @@ def _answer_of(completion: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """The first 80 characters of `repr(value)` and its type, for messages. Of an exception its type and whole text."""
+    """The first 80 characters of `repr(value)` and its type, for messages. For an exception: its type and whole text."""
     if isinstance(value, Exception):
         return f"{type(value).__name__}: {value}"
     text = shown(value)

@@ -427,7 +427,7 @@ class RewardPool:
     async def _call_or_default(
         self, function: LoadedFunction, group_id: int, members: Sequence[int], request: dict[str, Any]
     ) -> Answer:
-        """The answer. If `on_error` is not `fail`, its value replaces the scores of a failed call, and each invalid score."""
+        """The answer. If `on_error` is not `fail`, None or 0 replaces the scores of a failed call, and each invalid score."""
         answer: Answer | None = None
         try:
             answer = await self._call(function, group_id, request)

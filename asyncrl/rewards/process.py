@@ -53,7 +53,7 @@ class RewardCall:
     alone: bool
     # The number of completions.
     size: int
-    # Its deadline is the call's.
+    # The deadline of this scope is the deadline of the call.
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
 

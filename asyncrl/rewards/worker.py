@@ -176,7 +176,7 @@ def describe_error(error: BaseException, loading: bool) -> dict[str, str]:
     shown: BaseException | None = error
     if loading:
         message, shown = imports.raised(error), None
-    # Our own words; the user's error, if there is one, is the cause.
+    # Our own errors need no traceback; an error of the user, if there is one, is the cause.
     if isinstance(error, (UsageError, ConfigError)):
         message, shown = str(error), None if loading else error.__cause__
     text = ""

@@ -327,8 +327,8 @@ async def test_the_policy_ends_with_its_episode_and_so_does_its_session() -> Non
 async def test_the_endpoint_is_opened_once_for_each_line_when_it_is_asked_for() -> None:
     opened: list[str] = []
 
-    def open_endpoint(session: Any, line: str) -> tuple[str, str]:
-        opened.append(line)
+    def open_endpoint(session: Any, branch: str) -> tuple[str, str]:
+        opened.append(branch)
         return f"http://x/{len(opened)}", f"key{len(opened)}"
 
     async def episode(task: Any, policy: Any) -> float:

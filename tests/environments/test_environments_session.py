@@ -442,7 +442,7 @@ async def test_the_first_conversation_of_a_branch_changes_no_history(caplog: Any
     script = Script("qwen2_5", "one", "two")
     session = session_of("qwen2_5", script, recorder=recorder)
     await session.chat([USER])
-    await session.chat([{"role": "system", "content": "You play the other side."}, USER], line="other")
+    await session.chat([{"role": "system", "content": "You play the other side."}, USER], branch="other")
     assert recorder.drain() == {} and not caplog.records
     check_rows(session.trajectory(), script)
 
@@ -479,7 +479,7 @@ async def test_parallel_branches_do_not_depend_on_their_order() -> None:
         session = session_of("chatml", script)
         talks = [("", "one"), ("/1", "one"), ("/2", "one"), ("", "two"), ("/1", "two"), ("", "one")]
         await asyncio.gather(
-            *(session.chat([{"role": "user", "content": talks[number][1]}], line=talks[number][0]) for number in order)
+            *(session.chat([{"role": "user", "content": talks[n][1]}], branch=talks[n][0]) for n in order)
         )
         assert session.turns == 6
         check_rows(session.trajectory(), script)
@@ -497,17 +497,17 @@ async def test_parallel_branches_do_not_depend_on_their_order() -> None:
     assert other.requests[0].seed != first.requests[0].seed
 
 
-@pytest.mark.parametrize("line", [0, 1])
-async def test_a_reply_to_the_same_words_goes_on_behind_its_own_tokens(line: int) -> None:
+@pytest.mark.parametrize("branch", [0, 1])
+async def test_a_reply_to_the_same_words_goes_on_behind_its_own_tokens(branch: int) -> None:
     """Two branches got the same words for the same request: each goes on behind its own reply, and each reply is trained once."""
     script = Script("chatml", "same", "same", "end")
     session = session_of("chatml", script)
-    first, second = [await session.chat([USER], line=name) for name in ("/0", "/1")]
+    first, second = [await session.chat([USER], branch=name) for name in ("/0", "/1")]
     assert first.generation.token_ids.tolist() == second.generation.token_ids.tolist()
-    await session.chat([USER, second.message, USER], line=f"/{line}")
+    await session.chat([USER, second.message, USER], branch=f"/{branch}")
     trajectory = session.trajectory()
     check_rows(trajectory, script)
-    assert [int(turn) in trajectory.path(-1) for turn in trajectory.turns[:2]] == [line == 0, line == 1]
+    assert [int(turn) in trajectory.path(-1) for turn in trajectory.turns[:2]] == [branch == 0, branch == 1]
 
 
 async def test_sessions_end_at_the_engine() -> None:
@@ -515,12 +515,12 @@ async def test_sessions_end_at_the_engine() -> None:
     script = Script("chatml", "a", "b", "c")
     session = session_of("chatml", script, end_session=ended.append)
     await session.chat([USER])
-    await session.chat([USER], line="/1")
+    await session.chat([USER], branch="/1")
     session.close()
     session.close()
     assert ended == ["3/0"]
     # After the end nobody would free what the engine keeps.
-    await session.chat([USER], line="/2")
+    await session.chat([USER], branch="/2")
     assert [each.session for each in script.requests] == ["3/0", "3/0", None]
 
 
@@ -546,7 +546,7 @@ async def test_credit_does_not_depend_on_which_branch_is_faster(order: tuple[int
         begun = [1, 9, *first.token_ids]
 
         async def branch(number: int) -> Any:
-            reply = await session.sample([*begun, 5, 6, 7, *[number] * 3], line=f"/{number}")
+            reply = await session.sample([*begun, 5, 6, 7, *[number] * 3], branch=f"/{number}")
             replied[number].set()
             return reply
 

@@ -330,7 +330,7 @@ async def test_a_task_of_a_group_cannot_vanish_but_can_be_ended_by_its_group() -
             [task] = [task for task in asyncio.all_tasks() if task.get_name() == "worker"]
             task.cancel()
             await anyio.sleep_forever()
-    assert raised.group_contains(LifecycleError, match="worker was cancelled by somebody else than its task group")
+    assert raised.group_contains(LifecycleError, match="worker was cancelled, but not by its task group")
     assert ended == ["work", "work"]
 
 
