@@ -2,7 +2,7 @@
 
     add(trajectory) --> [ waiting groups, by (epoch, group id) ] --> `StashedGroup` of a whole group, members 0..G-1
                                |  timeout · too old · epoch over · discard
-                               `--> `StashedGroup` with the members that arrived, for the release of slot and leases
+                               `--> `StashedGroup` with the members that arrived, for the release of their leases
 
 Guarantees
 * At most `max_groups` groups wait. Each waiting group leaves as exactly one `StashedGroup`, with its members in order.
@@ -192,7 +192,7 @@ class Stash(Generic[C]):
                 missing = [m for m in range(entry.size) if m not in entry.members]
                 raise StallError(
                     f"stash: {_name(key)} waited {self._timeout} s for its members {missing} of {entry.size}; the producer "
-                    "ended or is too slow: set a longer timeout_s, or on_timeout to drop or partial"
+                    "ended or is too slow: set a longer door.timeout_s, or door.on_timeout to drop or partial"
                 )
             partial = self._on_timeout == "partial" and len(entry.members) >= MIN_PARTIAL
             expired.append(self._end(key, Ending.PARTIAL if partial else Ending.TIMEOUT))

@@ -56,7 +56,7 @@ class Connections:
             await self._line.ask(_HERE, ["set", [str(self._rank)]], [server.address.encode()])
 
     async def to(self, rank: int) -> LineClient:
-        """The line to another training rank. Waits until that rank has started. Errors: RankLost."""
+        """The line to another training rank. Waits until that rank has announced its server. Errors: RankLost."""
         if rank == 0 and isinstance(self._line, LineClient):
             return self._line
         async with self._lock:

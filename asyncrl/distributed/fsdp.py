@@ -47,7 +47,7 @@ class ShardedParameters:
     """Owns the shards of a module's parameters, and changes the module in place. Use it on the lane.
 
     `grad`: this rank's gradients in the master dtype, one buffer, padding zero. `rank`, `ranks`: the number of this rank among the
-    ranks that hold one copy of the model together, and their number.
+    ranks that hold one copy of the model together, and their number. `replica`: the number of this copy.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class LocalLedger:
                 if applicant.answer.cancelled():
                     if applicant in queue:
                         queue.remove(applicant)
-                        self._settle()  # the next applicant may be admissible
+                        self._serve_and_wake()  # the next applicant may be admissible
                 # The slot was granted before this task could run.
                 elif applicant.answer.exception() is None and applicant.answer.result() is not None:
                     self.withdraw(group_id, rank)
@@ -234,9 +234,9 @@ class LocalLedger:
 
     def _changed(self) -> None:
         self._changes.number += 1
-        self._settle()
+        self._serve_and_wake()
 
-    def _settle(self) -> None:
+    def _serve_and_wake(self) -> None:
         if not self._closed:
             self._serve_applicants()
         self._changes.wake()

@@ -1,7 +1,7 @@
 """The rank of this process, and its collectives with all other ranks (collectives.py).
 
-All methods block and are for the lane. With one rank no process group is opened, and every collective is a no-op. If some ranks
-only generate, the collectives of `World.train` run over the training ranks, which have numbers of their own there.
+All methods block and are for the lane. With one rank every collective is a no-op, and only `fsdp` needs a process group. If some
+ranks only generate, the collectives of `World.train` run over the training ranks, which have numbers of their own there.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ column of the rows; packing reads the columns. A stage that changes groups (pena
 * The groups of a step on all ranks, sorted by id, are cut into minibatches whose sizes differ by at most one. So minibatches do not
   depend on the number of ranks. A rank may hold no group of a minibatch.
 * A group without a signal keeps its place in the step and its line in the rollouts. If the replay buffer has a group, the replayed
-  group is trained instead, and N counts only the replayed group's tokens. Replayed groups count only in the metrics `replay/*`.
+  group is trained instead, and N counts only the replayed group's tokens. Metrics of rewards, lengths and ages leave it out.
 * Log-probs of the reference depend only on the tokens, so they may be computed while the rewards of a group are scored (`Intake`).
   Log-probs of the policy are computed in the step, because they would be stale if they were computed earlier.
 """
@@ -107,7 +107,7 @@ async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows
     a rank has ended."""
     groups = [group_rows.group for group_rows in rows]
     if over_ranks:
-        mine = [(group.group_id, reader.numbers(group)) for group in groups]
+        mine = [(group.group_id, reader.group_rewards(group)) for group in groups]
         return _advantages_by_group(
             groups, advantages_of_rank(ports.advantage, await ports.gather(mine), ports.train_rank)
         )
@@ -298,7 +298,7 @@ class RewardReader:
         gamma = algorithm.discount if algorithm.credit == "discounted" else None
         return cls(ports.advantage, ports.weights, ports.config.reward.scale_adv_by_len, gamma)
 
-    def numbers(self, group: Group) -> GroupRewards:
+    def group_rewards(self, group: Group) -> GroupRewards:
         """The rewards of a group in the form that estimators take."""
         lengths = [int(t.mask.sum()) for t in group.trajectories]
         factors = lengths if self.scale_by_length else [1] * len(lengths)
@@ -324,7 +324,7 @@ class RewardReader:
         if self.gamma is not None:
             loud = tuple(replace(t, metadata={}) for t in group.trajectories)
             return any(map(np.any, self.turn_advantages(replace(group, trajectories=loud)) or ()))
-        return self.estimator.has_signal(self.numbers(group))
+        return self.estimator.has_signal(self.group_rewards(group))
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
         """`groups`: all groups of the step if the estimator needs the whole step; else any groups. If replies are compared, the
@@ -332,7 +332,7 @@ class RewardReader:
         if self.gamma is not None:
             found = {group.group_id: self.turn_advantages(group) or [] for group in groups}
             return {group_id: np.array([values.mean() for values in of_turns]) for group_id, of_turns in found.items()}
-        return _advantages_by_group(groups, self.estimator.of_step([self.numbers(group) for group in groups]))
+        return _advantages_by_group(groups, self.estimator.of_step([self.group_rewards(group) for group in groups]))
 
 
 def _scaled(t: Trajectory, factor: float) -> Trajectory:

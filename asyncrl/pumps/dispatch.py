@@ -111,14 +111,14 @@ class Dispatch:
         return self._prompts.prompt_for(self._handed[peer])
 
     async def _next(self, peer: str, header: Any, _: Sequence[Any]) -> Answer:
-        self._note(peer, header["played_s"])
+        self._note_durations(peer, header["played_s"])
         prompt = await self._take(peer)
         assert self._prompts is not None
         group = None if prompt is None else prompt.group_id
         shared = {"usual_s": self._usual_s(peer), "generating": self.generating}
         return {"group": group, "digest": self._prompts.digest, **shared}, ()
 
-    def _note(self, peer: str, played_s: Sequence[float]) -> None:
+    def _note_durations(self, peer: str, played_s: Sequence[float]) -> None:
         for seconds in played_s:
             self._played[peer] += 1
             self._recent[peer] += 1
@@ -141,7 +141,7 @@ class Dispatch:
 
     async def next(self, played_s: Sequence[float] = ()) -> Prompt | None:
         """The next prompt, for this rank."""
-        self._note("", played_s)
+        self._note_durations("", played_s)
         return await self._take("")
 
     async def admitted(self) -> None:

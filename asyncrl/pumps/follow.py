@@ -3,7 +3,7 @@
 The follow pump, on a rank that only generates, stands in for the train pump and the publish pump:
 
     consumes     versions that this rank's engine has (`Versions`)
-    produces     released turns: the ledger frees the slots of a step when every rank that generates has its weights
+    produces     released turns: the ledger frees the slots of a step when every rank that generates has the step's weights
     waits for    the next version; the end of the run
     is woken by  the receiver of weights, rank 0
 

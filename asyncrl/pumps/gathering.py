@@ -198,12 +198,12 @@ class Gathering:
             self._refuse(error, group.key.epoch, group.key.group_id)
             _release(leases)
             if isinstance(error, RewardError):
-                self._unscored(error)
+                self._on_unscored(error)
             return
         if accepted:
             self._counts.submitted += 1
         else:
-            self._too_old()
+            self._count_too_old()
 
     def _prompt(self, group: StashedGroup[Mapping[str, Any]]) -> Prompt:
         first = group.trajectories[0]
@@ -215,7 +215,7 @@ class Gathering:
             raise DataError(f"the tokenizer has no text for the prompt ({type(error).__name__}: {error})") from error
         return Prompt(first.group_id, ids, text, group.context)
 
-    def _unscored(self, error: RewardError) -> None:
+    def _on_unscored(self, error: RewardError) -> None:
         """With `reward.on_error: fail`: note the first failure and raise at the second. A single row without a needed column may be
         one producer's fault; a second failure is the run's. Errors: RewardError."""
         before, self._failed = self._failed, self._counts.last_refusal
@@ -227,19 +227,19 @@ class Gathering:
     def _drop(self, group: StashedGroup[Mapping[str, Any]]) -> None:
         """Count an incomplete group that ended, and end its leases."""
         if group.ending is Ending.STALE:
-            self._too_old()
+            self._count_too_old()
         else:
             self._counts.incomplete += 1
             self._recorder.count("door/incomplete")
         _release(group.leases)
 
-    def _too_old(self) -> None:
+    def _count_too_old(self) -> None:
         self._counts.too_old += 1
         self._recorder.count("door/too_old")
         if self._counts.too_old == 1:
             self._note(
-                "door: a group was too old to be trained within rollout.max_staleness and was dropped; later ones are counted "
-                "as door/too_old"
+                "door: a group was too old to be trained within rollout.max_staleness and was dropped; door/too_old counts all "
+                "such groups"
             )
 
 

@@ -37,7 +37,7 @@ class Pace:
         self._playing = 0
         self._played_s: list[float] = []
         self._pause = _FIRST_PAUSE
-        self._resumes_at = self._look_s = 0.0
+        self._resumes_at = self._poll_s = 0.0
         self._ended = anyio.Event()
 
     def set_most(self, most: int) -> None:
@@ -57,11 +57,11 @@ class Pace:
         before = -1
         while (left := self._resumes_at - anyio.current_time()) > 0 and self._admitted() != before:
             before = self._admitted()
-            await anyio.sleep(min(left, self._look_s))
+            await anyio.sleep(min(left, self._poll_s))
         self._playing += 1
 
     def end(self, seconds: float) -> None:
-        """A group was played in this time. 0: it has failed, which says nothing about the speed."""
+        """A group was played in this time. 0: the group has failed, which says nothing about the speed."""
         self._playing -= 1
         if seconds > 0:
             self._played_s.append(seconds)
@@ -83,5 +83,5 @@ class Pace:
                 seconds,
                 self.usual_s,
             )
-            self._resumes_at, self._look_s = now + self._pause * seconds, seconds
+            self._resumes_at, self._poll_s = now + self._pause * seconds, seconds
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)

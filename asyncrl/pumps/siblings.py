@@ -126,7 +126,7 @@ class LeadingTrainer:
         return await self._call("round", lambda: own(finishing), finishing)
 
     async def end(self) -> None:
-        """No call follows: the siblings end their pumps."""
+        """Tell the siblings that no call follows, so that they end their pumps."""
         await self._send("end")
 
     async def _call(

@@ -7,7 +7,7 @@
 Exactly once. The ledger's books at rank 0 say which rank has a group. A training rank keeps a group only if the books move the
 group from the sender to this rank, and acknowledges only when the rows are in its store. So
 * a record that is sent twice finds its rows in the store, or books without the group: it is acknowledged and changes nothing;
-* if the sender dies before the move, its prompt is played again elsewhere, and a record that comes later is refused;
+* if the sender dies before the move, the group's prompt is played again elsewhere, and a record that comes later is refused;
 * if the sender dies after the move, the group stays. If a training rank dies, the run restarts from its checkpoint.
 
 Bounds. Each group that travels has a slot, so a training rank never has more groups than slots. A sender has at most
@@ -125,7 +125,7 @@ class Departures:
         self._queue_in.put_nowait((group, anyio.current_time()))
 
     def close(self) -> None:
-        """No group follows: `run` ends after the last acknowledgement."""
+        """Take no more groups: `run` ends after the last acknowledgement."""
         self._queue_in.close()
 
     def discard(self) -> None:

@@ -31,7 +31,7 @@ _NO_CRC = bytes(4)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """`n` members of one group, as views of the buffer that was read. They are valid until the buffer's lease ends.
+    """`n` members of one group, as views of the buffer that was read. The views are valid until the buffer's lease ends.
 
     Arrays of token sections are jagged: member `i` (by position) has `bounds[i] : bounds[i + 1]` of the first dimension.
     """

@@ -73,7 +73,7 @@ class Cluster:
 
         while True:
             await pace.begin()
-            self.dispatch._note(str(rank), pace.take_played())
+            self.dispatch._note_durations(str(rank), pace.take_played())
             pace.usual_s = self.dispatch._usual_s(str(rank)) * self.paced
             tasks.start_soon(play, await self.ledger.admit(next(self.groups)))
 

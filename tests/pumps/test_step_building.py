@@ -45,7 +45,7 @@ def scored(reward: float | None, tokens: int = 2, **rest: object) -> Trajectory:
 
 def test_rewards_times_lengths_before_the_group_is_compared() -> None:
     group = group_of(scored(1.0, 3, components={"a": 2.0}), scored(2.0, 5), scored(None, 4))
-    found = RewardReader(build_advantage("dr_grpo"), {"a": 0.5}, True).numbers(group)
+    found = RewardReader(build_advantage("dr_grpo"), {"a": 0.5}, True).group_rewards(group)
     assert found.rewards == [3.0, 10.0, None] and found.components == {"a": [6.0, None, None]}
     assert found.lengths == [3, 5, 4] and found.weights == {"a": 0.5}
     advantages = RewardReader(build_advantage("dr_grpo"), {}, True).advantages([group])
