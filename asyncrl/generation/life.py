@@ -69,7 +69,7 @@ class EngineLife(ABC):
         self._state = EngineState.CLOSED
         tasks.cancel_scope.cancel()
         # A failed owner makes the task group cancel the body of `async with`. The group must get that cancellation back, or the
-        # cancellation would leave the body. The group does not get other exceptions, so the body raises them unchanged.
+        # cancellation would leave `async with`. The group does not get other exceptions, so the body raises them unchanged.
         cancelled_by_group = self._failure is not None and isinstance(exc[1], asyncio.CancelledError)
         try:
             await tasks.__aexit__(*(exc if cancelled_by_group else (None, None, None)))
@@ -101,7 +101,7 @@ class EngineLife(ABC):
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        """Fail all waiting calls after the end of the owner. It may be called again; the first error is kept."""
+        """Fail all waiting calls after the end of the owner. A later call keeps the first error."""
         failed = error is not None and not isinstance(error, asyncio.CancelledError)
         if failed and self._failure is None:
             self._failure = error

@@ -249,7 +249,7 @@ class Recorder:
         self._add_event("i", name, track, self.clock(), 0.0, _items(args))
 
     def events(self) -> list[TraceEvent]:
-        """The trace events so far, in the order of their ends."""
+        """The trace events so far, in the order in which they were recorded: at their ends, or later from devices and workers."""
         with self._lock:
             events = list(self._events)
         return [TraceEvent._make((*event[:5], dict(event[5]) if event[5] else None)) for event in events]

@@ -57,7 +57,7 @@ class Wait:
 
     def describe(self, now: float) -> str:
         """A sentence for error messages. `now`: seconds on the recorder's clock."""
-        return f"{self.who} waits for {self.what} from {self.on} since {now - self.since:.1f} s"
+        return f"{self.who} waits for {self.what} from {self.on} for {now - self.since:.1f} s"
 
 
 @dataclass(frozen=True, slots=True)

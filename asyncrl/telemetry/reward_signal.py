@@ -1,7 +1,7 @@
 """Counts steps whose rewards teach nothing, and warns with a likely reason.
 
 `reward/steps_without_signal` counts steps in a row, the present one included, in which no completion had a reward, all rewards were
-equal, or (if advantages are taken within a group) no group had two different rewards. The reason comes from the metrics of the
+equal, or (if advantages compare a group) no group had two different rewards. The reason comes from the metrics of the
 step, so the report finds the same reason later. A run adds reasons that it found at its start. `completions/steps_clipped` counts
 steps in a row in which almost every completion was cut.
 """
@@ -18,7 +18,7 @@ MOST_CLIPPED = 0.9
 # Metrics that count what the texts of completions lack -> (what is missing, what to do). See data/texts.py.
 LACKING: Mapping[str, tuple[str, str]] = {
     "text/openings_left_out": (
-        "what the chat template opens in the prompt, as <think>, of {} completions",
+        "what the chat template opens in the prompt, such as <think>, of {} completions",
         "reward.text.opened=true puts it in front",
     ),
     "text/stops_left_out": ("the stop string or token that ended {} completions", "reward.text.stop=true keeps it"),

@@ -1,7 +1,7 @@
 """Writes `trace.json` in the Chrome trace format, for https://ui.perfetto.dev or chrome://tracing.
 
-The file is one JSON object with `traceEvents`. The metadata events (`M`) are first, then the events, one per line, in the order
-of their ends. So `read_tail` can read the end of a large file alone. Times are microseconds since the recorder started.
+The file is one JSON object with `traceEvents`. The metadata events (`M`) are first, then the events of `Recorder.events`, one per
+line. So `read_tail` can read the end of a large file alone. Times are microseconds since the recorder started.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_a_stall_says_who_waits_for_whom_and_ends_the_run_in_order(tmp_path: Pat
     )
     assert done.returncode == 4, done.stderr
     assert "nothing was generated, scored or trained for" in done.stderr
-    assert "train pump waits for a whole group from score pump since" in done.stderr
+    assert "train pump waits for a whole group from score pump for" in done.stderr
     assert "Event.wait" in done.stderr
     assert "train pump cleaned up" in done.stdout and "ended by StallError" in done.stdout
     assert "ending the process" not in done.stderr  # it ended by itself

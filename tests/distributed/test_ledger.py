@@ -418,6 +418,6 @@ async def test_waiting_for_a_slot_is_a_recorded_wait() -> None:
         group.start_soon(ledger.admit, 1, name="rollout pump")
         await anyio.sleep(3)
         (wait,) = recorder.active_waits()
-        assert wait.describe(3.0) == "rollout pump waits for a slot from publish pump since 3.0 s"
+        assert wait.describe(3.0) == "rollout pump waits for a slot from publish pump for 3.0 s"
         group.cancel_scope.cancel()
     assert recorder.active_waits() == []

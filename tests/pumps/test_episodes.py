@@ -445,7 +445,7 @@ def test_the_culprit_is_the_episode_and_not_the_pumps_that_wait_for_each_other()
             said = culprit(
                 recorder.active_waits(), asyncio.get_running_loop().time(), "group 9 of rank 1 is waited for"
             )
-            assert said.startswith("member 1 of group 7 waits for its episode from the environment since 3.0 s in ")
+            assert said.startswith("member 1 of group 7 waits for its episode from the environment for 3.0 s in ")
             assert "test_episodes.py" in said and said.endswith(" tool")
             tasks.cancel_scope.cancel()
 

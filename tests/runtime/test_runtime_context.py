@@ -291,7 +291,7 @@ def test_a_sibling_that_hangs_is_named_at_the_leader(tmp_path: Path) -> None:
     environ = {"WARM_WORKERS": "", "FAILS": "1", "METHOD": "_run", "HANGS": ""}
     with start_two(tmp_path, shared(tree), ("-c", FAILS), **environ) as ranks:
         assert [each.wait(90) for each in ranks] == [StallError.exit_code] * 2, [each.output for each in ranks]
-        assert "trainer waits for the call microbatch from rank 1 since" in ranks[0].output
+        assert "trainer waits for the call microbatch from rank 1 for" in ranks[0].output
         assert re.search(r"line \d+, in fail", ranks[1].output), ranks[1].output
 
 

@@ -487,6 +487,6 @@ def test_the_end_of_a_program_that_stands_still_is_named(tmp_path: Path) -> None
             await feed(runtime, 2)
             await runtime.finish()
 
-    said = r"nothing was generated, .* train pump waits for group \d+ from hook after_advantages since .* never"
+    said = r"nothing was generated, .* train pump waits for group \d+ from hook after_advantages for .* never"
     with pytest.raises(StallError, match=said):
         asyncio.run(asyncio.wait_for(program(), 60))

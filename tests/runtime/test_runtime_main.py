@@ -114,11 +114,11 @@ def played(environment: str, **watchdog: float) -> dict[str, Any]:
 STALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "environment that never returns": (
         played("Hanging", stall_timeout_s=3.0),
-        ["of group 4 waits for its episode from the environment since", "runtime_model.py", " run"],
+        ["of group 4 waits for its episode from the environment for", "runtime_model.py", " run"],
     ),
     "environment that stands still behind its last token": (
         played("Pondering", stall_timeout_s=3.0),
-        ["nothing was generated", " waits for its episode from the environment since", "runtime_model.py", " a_tool"],
+        ["nothing was generated", " waits for its episode from the environment for", "runtime_model.py", " a_tool"],
     ),
     "evaluation before the first step": (
         played("Thinking", stall_timeout_s=3.0)

@@ -235,7 +235,7 @@ def test_an_episode_of_one_rank_that_stands_still_is_named_by_both(tmp_path: Pat
     if looks == 0:
         assert "the open step waits for group " in headline and " of rank 1; see the output of that rank" in headline
     else:
-        assert " waits for its episode from the environment since" in headline and "a_tool" in headline
+        assert " waits for its episode from the environment for" in headline and "a_tool" in headline
 
 
 def test_a_rank_that_is_stopped_first_takes_no_checkpoint_with_it(tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ def test_wait_is_listed_while_it_lasts_and_kept_afterwards(recorder: Recorder, c
             thread.start()
             thread.join()
             assert seen == [
-                "train pump waits for a whole group from score pump since 3.0 s",
-                "score pump waits for reward f from reward worker 1 since 2.0 s",
+                "train pump waits for a whole group from score pump for 3.0 s",
+                "score pump waits for reward f from reward worker 1 for 2.0 s",
             ]
     assert recorder.active_waits() == []
     window = recorder.take_window()

@@ -478,7 +478,7 @@ def test_steps_that_wait_for_rewards_are_said(queued: float, words: str) -> None
         (ZERO | {"rollout/limited": 9.0}, "likely reason: 9 episodes ran into rollout.max_turns or rollout.max_context"),
         (ZERO | {"completions/clipped_ratio": 0.92}, "92% of the completions were cut at rollout.max_tokens"),
         (ZERO | {"completions/max_length": 1.0}, "ends with its first token"),
-        (ZERO | {"text/openings_left_out": 8.0}, "chat template opens in the prompt, as <think>, of 8 completions"),
+        (ZERO | {"text/openings_left_out": 8.0}, "chat template opens in the prompt, such as <think>, of 8 completions"),
         (ZERO | {"text/stops_left_out": 7.0}, "the stop string or token that ended 7 completions (reward.text.stop=true"),
         (ZERO | {"text/special_tokens_left_out": 6.0}, "lacks 6 special tokens"),
         (ZERO | {"text/ids_without_text": 5.0}, "lacks 5 sampled ids that are no token of the tokenizer"),

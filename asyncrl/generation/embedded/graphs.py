@@ -43,7 +43,7 @@ class Capture(Protocol):
     """Records a computation, so that it can be repeated with the same memory."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Run `compute` at least once. Returns its result, maybe without values, and a function that computes the values again."""
+        """Run `compute` at least once. Returns its result, perhaps not computed yet, and a function that computes it again."""
         ...
 
 
@@ -97,7 +97,7 @@ class DecodeGraphs:
 
     def hidden(self, tokens_n: Int64Array, position_n: Int64Array, kept_k: Int64Array) -> Tensor | None:
         """Tokens and positions [n] on the host -> hidden states [n, E], which the next call overwrites. None: a capture failed.
-        `kept_k`: tokens in the rows [n..n + k), which are kept."""
+        `kept_k`: number of cached tokens of each kept row, [n..n + k)."""
         if self.failed:
             return None
         count = tokens_n.size

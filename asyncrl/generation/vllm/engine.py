@@ -65,7 +65,7 @@ class CoreSpec:
 
 @dataclass(frozen=True, slots=True)
 class _CachedPrefix:
-    """A finished request whose prompt was computed with the weights of `version`. vLLM's prefix cache may still have its blocks,
+    """The beginning of a finished request, computed with the weights of `version`. vLLM's prefix cache may still have its blocks,
     under the salt of that version: vLLM shares blocks only between requests of one salt. A later request of the session whose
     prompt begins with `tokens` uses that salt. `tokens`: the prompt and the first sampled token, whose version tells the age of the
     cached prompt."""
