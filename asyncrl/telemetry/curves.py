@@ -26,7 +26,7 @@ def _accounted(name: str) -> str:
 
 
 class Curves:
-    """Sums of the lines of each point. All points have equally many lines; with too many points, neighbours are merged.
+    """Sums of the lines of each point. All points but the last have equally many lines. Too many points: neighbours merge.
 
     Shares of the time are weighted by the seconds of their lines. A share that is missing in a line is 0 there.
     """

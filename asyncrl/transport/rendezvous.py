@@ -1,4 +1,4 @@
-"""The rendezvous: one AF_UNIX socket per owner, which sends a producer the name of its ring, and eventfds. It sends no records.
+"""The rendezvous: one AF_UNIX socket per owner, which sends a producer the name of its ring, and eventfds. It carries no records.
 
     producer                                   owner
     {protocol, producer}                  ->

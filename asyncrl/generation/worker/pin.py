@@ -1,7 +1,7 @@
 """A worker that keeps a version of the weights (it is pinned) while the other workers move to later versions.
 
 From `begin` on the worker finishes its earlier requests and gets only pinned requests. If it dies, its successor starts with the
-pinned version. `Pin.end` sends the newest version. Once the worker has bound it or died, the pinned half may be written again.
+pinned version. `Pin.end` sends the newest version. Once the worker has bound that version or died, the pinned half may be written.
 """
 
 from __future__ import annotations

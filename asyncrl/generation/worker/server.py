@@ -52,13 +52,13 @@ _REPORT_S = 0.1
 
 
 class Server:
-    """What a worker does once its engine is open."""
+    """Serves the requests of the rank with an open engine."""
 
     def __init__(self, control: Channel, engine: Serving, lane: ThreadLane, board: Board) -> None:
         self._control = control
         self._engine = engine
         self.weights = WeightReader(board, engine, lane, control.send)
-        # Number of each running request -> its scope.
+        # Number of a running request -> its cancel scope.
         self._scopes: dict[int, anyio.CancelScope] = {}
 
     async def receive(self, tasks: TaskGroup) -> None:
