@@ -72,7 +72,7 @@ class DataError(AsyncrlError, ValueError):
 
 
 class PlatformError(AsyncrlError):
-    """This machine lacks something that is needed: memory, a kind of device, or reliable shared memory."""
+    """This machine lacks something that is needed, such as a kind of device, shared memory, a secret or the other ranks."""
 
     exit_code = 2
 

@@ -109,9 +109,9 @@ class Generation:
     """A sampled completion. If a stop token was sampled, `token_ids` ends with it."""
 
     token_ids: Int32Array  # [C]
-    # [C] nats, at the sampling temperature over the whole vocabulary.
+    # [C] nats over the whole vocabulary, before bias and penalties, at the sampling temperature (greedy: 1).
     logprobs: Float32Array
-    # [C] nats, of the distribution after bias, penalties, bans and filters.
+    # [C] nats, of the distribution after bias, penalties, bans and filters (greedy: 0).
     sampled_logprobs: Float32Array
     versions: Int32Array  # [C] policy version whose weights sampled the token
     finish_reason: FinishReason

@@ -2,6 +2,6 @@
 
 Start reading in `runtime.py`, the facade. `decided.py` resolves the settings, `opening.py` opens the parts, and `opened.py` is the
 open run. `meeting.py` opens the line to the other ranks. `build.py` opens the implementations of the ports, `real.py` those with a
-model. `gate.py` chooses how the model is computed, and `memory.py` estimates its memory. `embedding.py` and `door.py` take groups
+model. `gate.py` chooses how the model is computed, and `memory.py` estimates its memory. `program.py` and `door.py` take groups
 of the program and of other processes. `journal.py` and `saving.py` write the run directory.
 """

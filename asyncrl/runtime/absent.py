@@ -12,7 +12,7 @@ from asyncrl.pumps.follow import Remote
 
 
 class Absent:
-    """In place of the engine, the environment and the rewards, on a rank that only trains."""
+    """Stands in for the engine, the environment and the rewards on a rank that only trains."""
 
     weights: Mapping[str, float]
     calls_at_once = 1

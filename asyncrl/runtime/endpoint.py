@@ -31,11 +31,11 @@ class LazyEndpoint:
 
     def open(self, session: Session, branch: str) -> tuple[str, str]:
         """(base URL, key) for an episode. Errors: ConfigError without the extra, or if the endpoint cannot listen."""
-        return self._served(self._made().open(session, branch))
+        return self._start_serving(self._get_or_create().open(session, branch))
 
     def open_visitor(self) -> tuple[str, str]:
         """(base URL, key) for requests of no episode."""
-        return self._served(self._made().open_visitor())
+        return self._start_serving(self._get_or_create().open_visitor())
 
     def end(self, session: Session) -> None:
         """The episode has ended."""
@@ -63,12 +63,12 @@ class LazyEndpoint:
             limits=agents.limits,
         )
 
-    def _served(self, address: tuple[str, str]) -> tuple[str, str]:
-        # Starts `serve` after the endpoint listens. An error of listening then fails only this call, not the run.
+    def _start_serving(self, address: tuple[str, str]) -> tuple[str, str]:
+        # Called after the endpoint listens. An error of listening then fails only the call of `open`, not the run.
         self._wanted.set()
         return address
 
-    def _made(self) -> Endpoint:
+    def _get_or_create(self) -> Endpoint:
         if self._endpoint is None:
             from asyncrl.endpoint.endpoint import Endpoint
             from asyncrl.http.access import Address

@@ -278,7 +278,7 @@ def _check_model(source: str, setting: str) -> None:
 
 
 def _has_agents(config: Config, own_environment: bool = False) -> bool:
-    """Whether rows may lack a prompt. `own_environment`: the program passes an environment."""
+    """Whether agents play the episodes: their rows may lack a prompt. `own_environment`: the program passes an environment."""
     return own_environment or config.rollout.environment != "single_turn"
 
 

@@ -166,7 +166,7 @@ class OpenRun:
             raise LifecycleError("this rank does not generate (distributed.roles); play episodes on a rank that does")
         return self.agents
 
-    def wire(self, held_out: list[Prompt]) -> None:
+    def make_pumps(self, held_out: list[Prompt]) -> None:
         """Make the pumps. `held_out`: the prompts of evaluations; empty without evaluations."""
         newest_evaluated = self.saved.evaluated if self.saved else -1  # -1: no version was evaluated
         steps = self._at_version, self._on_step, self._catch_up
@@ -399,7 +399,7 @@ class OpenRun:
                 self._check_books()
 
     async def _tell_ranks(self, error: BaseException) -> None:
-        """Tell rank 0, or on rank 0 all ranks, that this rank ends early. On nccl a collective with this rank would not fail."""
+        """Tell rank 0, or on rank 0 all ranks, that this rank ends early. A collective on nccl would wait for this rank."""
         from asyncrl.distributed.line import LineServer
 
         world, line = self.world, self.line

@@ -57,7 +57,7 @@ async def open_run(
         run.dispatch.start(run.prompts, run.ports.ledger)
     stages.begin("opening what the run writes")
     await _open_journal(run, notes)
-    run.wire(held_out)
+    run.make_pumps(held_out)
     stack.enter_context(rare_collections())
     nodes = Nodes(run, run.line) if isinstance(run.line, LineServer) else None
     if nodes is not None:

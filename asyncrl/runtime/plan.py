@@ -23,7 +23,7 @@ from .decided import choose_device, choose_dtype
 from .directory import RunDirectory, unusable_message
 from .inputs import measure_prompts, row_count
 from .memory import cut_model, fit_card, kv_positions, memory_warnings, predicted, table, worker_parts
-from .placement import avoid_plain_path, choose_engine, place
+from .placement import choose_engine, embedded_on_plain_path, place
 
 if TYPE_CHECKING:
     from .gate import Verdict
@@ -40,7 +40,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
     config, card_lines = fit_card(config, device, world, resolve_settings, cards)
     verdict = _verdict(config) if config.train.kind == "torch" else None
     if by_auto and verdict is not None:
-        config, plain_lines = avoid_plain_path(config, verdict.path.name)
+        config, plain_lines = embedded_on_plain_path(config, verdict.path.name)
         engine_lines = plain_lines or engine_lines
     per_step = config.rollout.groups_per_step * config.rollout.group_size
     lines = [

@@ -49,7 +49,7 @@ from .inputs import PromptLengths, measure_prompts
 from .memory import GIB, Cut, cut_model, kv_positions, memory_warnings, predicted, table
 from .opened import REWARD_MODELS, OpenRun
 from .performance import measure_rates
-from .placement import Placement, avoid_plain_path, place
+from .placement import Placement, embedded_on_plain_path, place
 from .workers import open_generating, open_sender, open_workers, take_engine
 
 logger = logging.getLogger("asyncrl.runtime")
@@ -98,7 +98,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
             return cast(Trainer, run.follower), workers, ()
         core = await lane.run(lambda: _load(run, cut), name="start/load")
     if decided.engine_is_auto:
-        run.config, lines = avoid_plain_path(config, _policy(run).path.name)
+        run.config, lines = embedded_on_plain_path(config, _policy(run).path.name)
         for line in lines:
             run.journal.live.note(line)
     chosen = run.config.generation.engine.encode()

@@ -48,10 +48,10 @@ from asyncrl.types import Prompt, SamplingParams, Trajectory
 
 from .decided import decide
 from .directory import RunDirectory
-from .embedding import as_group, as_prompt, as_task, play_group
 from .opened import OpenRun, RunSummary
 from .opening import open_run
 from .plan import announcement
+from .program import as_group, as_prompt, as_task, play_group
 from .progress import Listener, Listeners, Stages, StepStream
 
 logger = logging.getLogger("asyncrl.runtime")
@@ -206,7 +206,7 @@ class Runtime:
         )
 
     def _fail_on_stall(self, error: StallError | RankLost) -> None:
-        """Fail the run, or cancel its opening. If the run stalls at its end, this has no effect: then the process must be ended."""
+        """Fail the run, or cancel its opening. At the end of a run this has no effect: the process must then be ended."""
         if self._run is not None:
             if isinstance(error, RankLost):
                 # Else the lane waits for the lost rank, and the pumps wait for the lane.
@@ -352,9 +352,9 @@ class Runtime:
     ) -> dict[str, float]:
         """Evaluate an episode loop of your own, with `evaluate.samples` concurrent episodes per prompt. Returns the metrics.
         `play`: a coroutine function `episode(task, policy)`, as for `Runtime.play`; or one that gets a prompt and returns the
-        trajectory of one episode. If an episode has no reward, the run's functions score it.
-        A failed episode is played again. The weights do not change during the call, so a `submit` in `play` may wait for ever.
-        The metrics are named as for `data.eval` (`eval/NAME/avg@k`, ...), and are added to the current version's line."""
+        trajectory of one episode. If an episode has no reward, the run's functions score it. A failed episode is played again up to
+        `rollout.retries` times, and then left out. The weights do not change during the call, so a `submit` in `play` may wait for
+        ever. The metrics are named as for `data.eval` (`eval/NAME/avg@k`, ...), and are added to the current version's line."""
         run, function = self._require_open("evaluate"), cast(Any, play)
         as_numbers({name: 0}, 1, "evaluate")
         if self.config.data.eval and name == self.config.rollout.environment.rpartition(":")[2]:

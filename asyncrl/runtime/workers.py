@@ -123,7 +123,7 @@ async def _open_nodes(
     if orders is not None:
         orders.describe(model)
         task = asyncio.create_task(orders.orders.run())
-        # Every call of `nodes` raises the task's error. Without this call asyncio would log it, too.
+        # Every call of `nodes` raises the task's error. Without this callback asyncio would log the error, too.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         run.stack.callback(task.cancel)
     return nodes

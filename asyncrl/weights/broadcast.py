@@ -77,7 +77,7 @@ class Stripes:
         read: Callable[[int, int], Tensor] | None = None,
         whole_bytes: int | None = None,
     ) -> str | None:
-        """Send this node's stripe of `half`, or receive all stripes into it. `read(start, end)`: a sender sends this in place of
+        """Send this node's stripe of `half`, or receive all stripes into it. `read(start, end)`: its result is sent in place of
         `half[start:end]`. `whole_bytes`: all bytes, if `half` is only this node's stripe. Returns a sentence at a failure."""
         place, options = "forming the process group", dist.BroadcastOptions()  # the root is rank 0, the sender
         # Sender -> (name of the broadcast in errors, the running broadcast, the memory that it reads or writes).

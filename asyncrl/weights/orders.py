@@ -56,7 +56,7 @@ class Orders:
         `on_lost(node, sentence)` is called for a receiver that is given up."""
         self._written = dict.fromkeys(senders, -1)
         self._first, self._has = {*receivers}, dict.fromkeys(receivers, -1)
-        # If one node hangs, the broadcast fails on the other nodes after `deadline_s`. The factor gives them time to report that.
+        # If one node hangs, the broadcast fails on the other nodes after `deadline_s`. The factor is time to report the failure.
         self._ask, self._deadline_s, self._on_lost = ask, 1.5 * deadline_s, on_lost
         self._outputs: dict[int, Sequence[float] | None] = {}
         self._held = -1  # the newest version that all senders hold

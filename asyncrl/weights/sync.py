@@ -296,7 +296,7 @@ class WeightReader:
             self._send({"wrong": f"the board holds version {found} where version {version} was announced"})
             return
         # No closure that reads the other half is left, and the next closure uses the new version. Earlier closures may have
-        # launched GPU work that still reads the other half. This waits for that work, while later closures run.
+        # launched GPU work that still reads the other half. The next line waits for that work, while later closures run.
         await wait_for_device(reads_end)
         self._send({"bound": version})
         if outputs is not None:

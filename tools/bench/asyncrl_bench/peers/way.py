@@ -35,7 +35,7 @@ from asyncrl.pumps.intake import Intake
 from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.records.check import Limits
 from asyncrl.runtime.build import ByteTokenizer
-from asyncrl.runtime.embedding import as_group
+from asyncrl.runtime.program import as_group
 from asyncrl.runtime.progress import rare_collections
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Microbatch, StepResult, Trajectory
