@@ -39,7 +39,7 @@ class EngineLife(ABC):
 
     @abstractmethod
     async def _run_owner(self) -> None:
-        """The owner task. It runs until it is cancelled. An error ends the engine."""
+        """The owner task, which runs until it is cancelled. An error ends the engine."""
 
     @abstractmethod
     def _take_futures(self) -> list[asyncio.Future[Any]]:

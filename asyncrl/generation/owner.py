@@ -8,7 +8,7 @@ and all rows together have at most `kv_positions`. A smaller `priority` is admit
 order of arrival. No request overtakes the first waiting one, and a single sequence always fits. So every request is admitted at
 some time, unless requests with smaller `priority` keep arriving.
 
-Only the owner task changes the running batch. Between two closures on the lane it removes aborted sequences, completes weight
+Only the owner task changes the running batch: between two closures on the lane it removes aborted sequences, completes weight
 updates, admits requests and delivers results.
 
 However short a prefill is, it can stop all running sequences for longer than a decode step. Then requests wait until together they
@@ -124,7 +124,7 @@ class OwnedEngine(EngineLife):
 
     @abstractmethod
     def _remove(self, job: Job, finished: bool) -> None:
-        """Remove the request from the batch. `finished`: it ended by itself, and its cache may be kept for its session."""
+        """Remove the request from the batch. `finished`: a request that ended by itself; its cache may be kept for its session."""
 
     def _end_session(self, session: str) -> None:
         """Drop what is kept for the session, and keep nothing of its running requests. Engines that keep nothing do nothing."""

@@ -57,7 +57,7 @@ async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) ->
     first = await publisher.post_first()
     if nodes is not None:
         await nodes.update_weights(*first)
-    engine.begin_with(*first)
+    engine.set_first_weights(*first)
     await _open_engine(run, engine)
     return engine, publisher
 
@@ -97,7 +97,7 @@ async def open_generating(run: OpenRun, placement: Placement, kv_positions: int)
     engine = _make_engine(run, placement, kv_positions, board, model)
     receiver = WeightReceiver(board, engine, *await _open_stripes(run, orders), orders, model["lora"])
     with run.recorder.wait("runtime", "the weights", on="the training ranks", cause="start"):
-        engine.begin_with(*await receiver.post_first())
+        engine.set_first_weights(*await receiver.post_first())
     await _open_engine(run, engine)
     return engine, receiver
 
@@ -230,7 +230,7 @@ def _make_engine(
 async def _open_engine(run: OpenRun, engine: WorkerEngine) -> None:
     await run.stack.enter_async_context(engine)
     with run.recorder.wait("runtime", "the workers", on="their models", cause="start"):
-        await engine.all_serve()
+        await engine.wait_until_serving()
 
 
 def _embedded_form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def _did_not_wait(delays: list[tuple[float, float]]) -> bool:
 
 
 class LatenessHistogram:
-    """The 99th percentile of any number of samples in constant memory, at most 5 % too large. Above 64 s it is too small."""
+    """The 99th percentile of any number of samples in constant memory: at most 5 % too large, but too small above 64 s."""
 
     def __init__(self) -> None:
         self._samples = 0

@@ -112,7 +112,7 @@ class LiveView:
 
     def status(self, text: str) -> None:
         """Show the progress of a stage before the first step. `text`: the stage, a colon, and counts. The text is shown beside the
-        bar. Without a bar it is a line when a stage begins, and every 30 s while its counts change. Any thread may call this."""
+        bar, or without a bar as a line when a stage begins, and every 30 s while its counts change. Any thread may call this."""
         if self._off:
             return
         if self._progress is not None:

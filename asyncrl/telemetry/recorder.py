@@ -119,7 +119,7 @@ class WaitSpan:
 
 
 class WatchSpan(WaitSpan):
-    """Context manager of `Recorder.watch`. Unlike a `WaitSpan`, it is not in the trace."""
+    """Context manager of `Recorder.watch`, which unlike a `WaitSpan` is not in the trace."""
 
     __slots__ = ("task",)
 
@@ -232,7 +232,7 @@ class Recorder:
                 self._user_wait = None
 
     def idle(self, cause: Cause, start: float, end: float) -> None:
-        """Record a wait after it has ended. It counts for all lanes."""
+        """Record idle time of all lanes after its end."""
         self._add_idle(cause, None, start, end)
 
     def active_waits(self) -> list[Wait]:

@@ -17,7 +17,7 @@ from .recorder import LANE_PREFIX, Recorder
 from .records import TraceEvent
 
 _CHUNK = 4096  # events per write
-_HEAD_BYTES = 1 << 20  # all metadata lines are within these bytes
+_HEAD_BYTES = 1 << 20  # metadata lines behind these bytes are not read
 
 
 def assign_rows(events: Iterable[TraceEvent]) -> dict[int, int]:

@@ -92,9 +92,9 @@ async def test_worker_processes_of_a_node_that_reads_no_weights(dtype: str, tmp_
         stack.push_async_callback(asyncio.to_thread, board.close)
         engine = runtime_workers._make_engine(run, Placement((CPU,) * 2, 1, 1, ""), 6 * CONTEXT, board, model)
         publisher, receiver = await stack.enter_async_context(two_nodes(policy, lane, board, engine))
-        engine.begin_with(*await receiver.post_first())
+        engine.set_first_weights(*await receiver.post_first())
         await stack.enter_async_context(engine)
-        await engine.all_serve()
+        await engine.wait_until_serving()
         assert await receiver.next() == 0
         for seed in (1, 2, 3):
             version = await lane.run(lambda seed=seed: change_weights(policy, seed), name="step")

@@ -381,7 +381,7 @@ def test_workers_that_are_killed_cost_no_answer_and_change_none(held: Held) -> N
         os.kill(pids[1], signal.SIGKILL)
         assert_same(await asyncio.gather(*tasks), await made.expected(requests))
         async with asyncio.timeout(SOON):
-            await made.engine.all_serve()
+            await made.engine.wait_until_serving()
         version = await made.next_version(seed=2)
         again = many(10, first=300)
         answers = await generate_all(made.engine, again)

@@ -80,7 +80,7 @@ class Engine(WorkerEngine):
         super().__init__(
             WorkerLimits(workers=workers, vocabulary=97, has_tokenizer=True, **numbers), self.made, Recorder(nvtx=False)
         )
-        self.begin_with(0, 0, None)
+        self.set_first_weights(0, 0, None)
 
     def made(self, number: int) -> Setup:
         life = number, self.lives.count(number)
@@ -141,7 +141,7 @@ async def serving(engine: Engine) -> AsyncIterator[Engine]:
     """Open, and all workers are in service."""
     async with engine:
         async with asyncio.timeout(SOON):
-            await engine.all_serve()
+            await engine.wait_until_serving()
         yield engine
 
 
@@ -271,7 +271,7 @@ async def test_a_first_start_that_fails_ends_the_engine_with_the_reason(die: Die
     with pytest.raises(error, match=named) as raised:
         async with engine:
             with pytest.raises(GenerationError, match=f"the engine failed: {error.__name__}"):
-                await engine.all_serve()
+                await engine.wait_until_serving()
             await anyio.sleep_forever()
     assert getattr(raised.value, "number", 1) == 1
     with pytest.raises(GenerationError, match=r"worker 1|too large here"):
@@ -333,7 +333,7 @@ async def test_closing_fails_everybody_who_waits() -> None:
         with pytest.raises(LifecycleError, match="is open"):
             await engine.__aenter__()
         early = Asked(engine, [request(n, max_tokens=50) for n in range(3)])  # before any worker serves
-        await engine.all_serve()
+        await engine.wait_until_serving()
         asked = Asked(engine, [request(n, max_tokens=50) for n in range(40)])
         await until(lambda: engine._router.sent >= 8)
         engine.kill(0, signal.SIGSTOP)
@@ -344,7 +344,7 @@ async def test_closing_fails_everybody_who_waits() -> None:
     with pytest.raises(EngineClosed, match="closed"):
         await engine.generate(request(0))
     with pytest.raises(EngineClosed, match="closed"):
-        await engine.all_serve()
+        await engine.wait_until_serving()
     await engine.__aexit__(None, None, None)
     with pytest.raises(LifecycleError, match="opened once"):
         await engine.__aenter__()
@@ -367,7 +367,7 @@ async def test_wrong_weights_end_it_for_everybody(monkeypatch: pytest.MonkeyPatc
 async def life(engine: Engine, at: list[str]) -> None:
     async with engine:
         at.append("opened")
-        await engine.all_serve()
+        await engine.wait_until_serving()
         at.append("serves")
         asked = Asked(engine, [request(n, max_tokens=20) for n in range(8)])
         try:

@@ -121,7 +121,7 @@ async def test_the_successor_of_a_pinned_worker_begins_with_the_pinned_version(t
             engine.kill(pin.worker)
         async with asyncio.timeout(SOON):
             await moving
-            await engine.all_serve()
+            await engine.wait_until_serving()
         assert await versions(held_out) == {0}
         again = Asked(engine, [])
         again.tasks, again.requests = held_out, requests
@@ -146,7 +146,7 @@ async def test_a_pin_that_ends_while_its_worker_is_dead_or_starts_is_over() -> N
             pin.end()
             assert not engine.reads(0)  # nobody looks at it, and the successor begins with what all have
             await engine.update_weights(2, 0, None)
-            await engine.all_serve()
+            await engine.wait_until_serving()
         assert bound(engine) == {0: 2, 1: 2}
 
 
@@ -171,7 +171,7 @@ async def test_there_is_nobody_to_spare_where_one_serves_or_some_are_at_another_
         await until(lambda: not engine._router.serves(0))
         assert await engine.pin(0) is None  # who is left has all the rollouts
         async with asyncio.timeout(SOON):
-            await engine.all_serve()
+            await engine.wait_until_serving()
         (await pinned(engine)).end()
 
 

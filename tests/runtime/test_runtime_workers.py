@@ -157,7 +157,7 @@ async def test_a_worker_that_is_started_again_is_no_stage_of_the_run(tmp_path: P
                     if lost not in pids and len(pids) == 2:
                         break
                 engine: Any = runtime.built.ports.engine
-                await engine.all_serve()
+                await engine.wait_until_serving()
                 assert runtime._stages.progress_limit(1.0) is None
                 scope.cancel()
 

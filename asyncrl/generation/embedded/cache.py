@@ -52,7 +52,7 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 class KVCache:
-    """Storage and row moves. Only the lane may call it."""
+    """Storage and row moves, only for the lane."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.total_positions = shape.rows * shape.positions  # of all rows, whatever their shape

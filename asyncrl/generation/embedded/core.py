@@ -1,10 +1,10 @@
-"""The embedded engine's computation on the lane. It has two kinds of closures:
+"""The embedded engine's computation on the lane, in two kinds of closures:
 
     prefill(): computes keys and values of at most `prefill_tokens` known tokens, packed
     decode():  samples one token for every running sequence; the input is the last known token of each
 
-A sequence can decode when the cache holds all its known tokens but the last. Before that it needs prefill: a new sequence for its
-prompt, and with `kv_after_update: recompute` every sequence for all its tokens after a weight update.
+A sequence can decode when the cache holds all its known tokens but the last. Until then the sequence needs prefill: a new
+sequence for its prompt, and with `kv_after_update: recompute` every sequence for all its tokens after a weight update.
 
 Versions: each closure reads `policy.version` at its start. The lane runs one closure at a time, so the weights cannot change before
 the closure's end. All its tokens get that version.

@@ -3,10 +3,10 @@
 A graph is captured when its bucket, a number of rows, is first needed. Later steps copy their tokens and positions into the graph's
 input tensor and replay the graph. A graph stores addresses, not values:
 
-* It reads the weights in place. So it computes with a new version that was written to the same buffer. Another buffer needs another
+* A graph reads the weights in place, so it computes with a new version in the same buffer. Another buffer needs another
   graph. The fused model holds copies of some biases, joined into one tensor; each replay first copies these biases again.
 * The cache indices of the rows are among its inputs, so rows may move.
-* It keeps the decoder's scratch buffers alive, because a larger batch may replace them later.
+* A graph keeps the decoder's scratch buffers alive, because a larger batch may replace them later.
 
 A bucket may have more rows than are running. The surplus rows write to a free position of their cache rows: position 0, or the one
 behind the tokens of a row that is kept for its session. Their results are ignored.
@@ -48,7 +48,7 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Captures CUDA graphs. They share one memory pool, because no two of them run at the same time."""
+    """Captures CUDA graphs, which share one memory pool, because no two graphs run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

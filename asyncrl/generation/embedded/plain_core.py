@@ -1,4 +1,4 @@
-"""The running batch of a model on the plain path. It uses the forward and the cache of transformers, so it works for any model.
+"""The running batch of a model on the plain path: with the forward and the cache of transformers, so it works for any model.
 
 Sequences of equal length that are prefilled together form a *cohort*. A cohort has one cache, no padding, and one forward a token.
 The members of a group usually form one cohort. If rows must not share a forward (`ModelPath.padded` is false), each sequence is a

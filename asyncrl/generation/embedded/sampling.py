@@ -5,14 +5,14 @@ Guarantees
 * A token of probability zero is never sampled, even if the cumulative probability ends below 1 by rounding.
 * `logprobs` are log softmax(logits / T) over the full vocabulary, with the model's own logits. For greedy rows (T = 0), T is 1.
 * `sampled_logprobs` are log-probs of the distribution that was sampled: after bias, penalties, bans, temperature, top-k, top-p and
-  min-p, renormalised. For greedy rows they are 0, because the choice was certain.
+  min-p, renormalised; 0 for greedy rows, whose choice was certain.
 * A row of logits with NaN or +inf raises `DivergenceError`, and no token is returned.
 
 Cost of a row without filters: one scaling, one softmax and one sum per block of the vocabulary. The sampler searches the cumulative
 sums of the blocks, then those within one block, so it sorts nothing. min-p alone needs one more pass. Rows with top-k or top-p need
 a partial sort. Rows with changed logits need copies of their logits and a logsumexp.
 
-The host waits for the device only to copy the tokens. That copy also tells whether the partial sort sufficed. If it did not, the
+The host waits for the device only to copy the tokens. That copy also tells whether the partial sort sufficed. Otherwise the
 batch is sampled again with a whole sort.
 
 Shape legend: N rows, V vocabulary, B blocks of the vocabulary, R a subset of the rows.

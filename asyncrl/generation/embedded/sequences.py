@@ -238,7 +238,7 @@ class Sequences:
         return routes
 
     def generation(self, slot: int, reason: FinishReason, stop: str | None = None) -> Generation:
-        """The finished sequence, in copies. `stop`: the stop string that ended it."""
+        """The finished sequence, in copies. `stop`: the stop string that ended the sequence."""
         completion = slice(int(self.prompt[slot]), int(self.length[slot]))
         return Generation(
             token_ids=self.tokens[slot, completion].astype(np.int32),

@@ -186,7 +186,7 @@ class VllmEngine(OwnedEngine):
         kv_after_update: Literal["keep", "recompute"] = "keep",
         kept_prefix_max_age: int = 0,
     ) -> None:
-        """`open_core`: creates the core. It is called on the lane, with the function that samples the tokens."""
+        """`open_core`: creates the core, on the lane. Its argument is the function that samples the tokens."""
         super().__init__(
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
         )
@@ -351,7 +351,7 @@ class VllmEngine(OwnedEngine):
         versions = [
             prefix.version for prefix in prefixes if np.array_equal(prompt[: prefix.tokens.size], prefix.tokens)
         ]
-        # If nothing is kept, a request that continues another one must not find the blocks of that one by accident.
+        # If nothing is kept, a request that continues an earlier request must not find its blocks by accident.
         if versions and self._kept_max_age is None:
             return name, None
         base = max(versions, default=None)

@@ -107,7 +107,7 @@ class StepOutput:
 
 
 class VllmCore:
-    """vLLM's scheduler, cache and model. Only the thread that creates it may use it. A process may have one core at a time."""
+    """vLLM's scheduler, cache and model. Only the thread that creates the core may use it. A process may have one core."""
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ def _engine_config(folder: str, spec: ModelSpec, limits: CoreLimits, processes: 
             f"generation.engine is vllm, which computes {other} from copies that it makes of the first weights, so new versions "
             f"cannot be copied into it; {_USE_OTHER}"
         )
-    # vLLM's executor takes the number of the device from here. There is no argument for it.
+    # vLLM's executor takes the number of the device from here, and no argument sets the number.
     config.device_config.device = spec.buffer.device
     return config
 

@@ -62,7 +62,7 @@ class WorkerLimits:
 
     @property
     def capacity(self) -> int:
-        """Most requests at one worker: those that run, and a reserve from which it fills freed places at once."""
+        """Most requests at one worker: those that run, and a reserve from which the worker fills freed places."""
         return self.max_sequences + max(2, self.max_sequences // 8)
 
 
@@ -99,7 +99,7 @@ class WorkerEngine(EngineLife):
         self._dead_statistics: dict[str, float] = {}  # sums over dead workers
         self._finishes: Counter[int] = Counter()  # sequences, by worker
         self._aborted = 0
-        self._starting: list[asyncio.Future[None]] = []  # callers of `all_serve`
+        self._starting: list[asyncio.Future[None]] = []  # callers of `wait_until_serving`
 
     # -- the port
 
@@ -126,7 +126,7 @@ class WorkerEngine(EngineLife):
         for peer in self._peers.values():
             peer.end_session(session)
 
-    def begin_with(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
+    def set_first_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Set the weights that workers start with; the board has them already. Call this before opening the engine."""
         self._pins.newest = PostedVersion(version, half, outputs)
 
@@ -180,7 +180,7 @@ class WorkerEngine(EngineLife):
             "aborted": float(self._aborted),
         }
 
-    async def all_serve(self) -> None:
+    async def wait_until_serving(self) -> None:
         """Wait until every worker has started. Errors: GenerationError if a worker does not start."""
         self._require_open()
         future = asyncio.get_running_loop().create_future()
@@ -273,7 +273,7 @@ class WorkerEngine(EngineLife):
             self._show_stage(f"worker {peer.number}: {message['stage']}")
         if "ready" in message:
             weights = self._pins.of(peer.number) or self._pins.newest
-            assert weights is not None, "begin_with comes before the workers"
+            assert weights is not None, "set_first_weights was not called before the workers started"
             peer.send_weights(*weights)
         # The worker samples with the version that it was sent.
         if "bound" in message:

@@ -64,7 +64,7 @@ class Peer:
         self._outbox.append((number, request))
 
     def end_session(self, session: str) -> None:
-        """Send the end of a session. It goes out with the requests of this iteration, behind them."""
+        """Send the end of a session, in one message with the requests of this iteration and behind them."""
         self._flush_soon()
         self._ended_sessions.append(session)
 

@@ -99,7 +99,7 @@ class Pins:
         if pin is None or not pin.ended or newest is None:
             return
         peer = self._peers.get(pin.worker)
-        # The worker still moves to the newest weights. It gets no requests before it has bound them.
+        # The worker still moves to the newest weights, and gets no requests before it has bound them.
         if peer is not None and peer.sent_version >= 0 and peer.version < newest.version:
             return
         self._pin = None

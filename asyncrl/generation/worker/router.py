@@ -9,7 +9,7 @@ never waits for the rank. The others wait in the router by priority, then in the
 In `preset: sync` the group of a request decides its worker, and the request is sent at once, whatever the worker has. So the
 requests that a worker runs together do not depend on timing.
 
-One worker may be *pinned*. It keeps its earlier requests and gets only pinned requests, which no other worker gets. Groups whose
+A *pinned* worker (at most one) keeps its earlier requests and gets only pinned requests, which no other worker gets. Groups whose
 home is the pinned worker get another home.
 """
 

@@ -35,8 +35,8 @@ def check_sendable(request: GenerationRequest) -> None:
 def requests_message(
     requests: Sequence[tuple[int, GenerationRequest | None]], ended_sessions: Sequence[str] = ()
 ) -> Message:
-    """Requests by number, in order; None cancels a request. The worker begins the requests of a message together. Then it ends
-    the sessions."""
+    """Requests by number, in order; None cancels a request. The worker begins the requests of a message together, and then
+    ends the sessions."""
     fields = [[number, None if request is None else _request_fields(request)] for number, request in requests]
     prompts = [request.prompt_ids for _, request in requests if request is not None]
     return {"requests": fields, "ended": list(ended_sessions)}, b"".join(

@@ -8,7 +8,7 @@
 Guarantees
 * A segment under its name is always complete. `create` allocates, locks and initialises a file without a name. Then
   `create` links the file to the name, which fails if the name exists. While the owner lives, only the owner unlinks it.
-* The owner holds the exclusive `flock`. The kernel drops the lock at any death of the owner. A stopped owner keeps it.
+* The owner holds the exclusive `flock`. The kernel drops the lock at any death of the owner. A stopped owner keeps the lock.
 * Pages are allocated at creation (`posix_fallocate`). A full /dev/shm is an error with figures, not a SIGBUS later.
 * If a process exits normally without `close`, the names of its created segments are removed, unless `keep_at_exit` is
   set. The names of its adopted segments stay. After a kill all names stay.

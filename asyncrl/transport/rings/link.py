@@ -55,7 +55,7 @@ class Link:
         self.memory.owner.store(1, version + 1)
 
     def holds_records(self) -> bool:
-        """Whether the ring has unreleased or lost records. Call it after the producer's last put."""
+        """Whether the ring has unreleased or lost records. Call this method after the producer's last put."""
         return bool(self.reader.poll() or self.reader.outstanding or self.reader.lost)
 
     @property
