@@ -23,7 +23,7 @@ NO_END = 1 << 31
 # The `queue_size` that ends an environment server.
 OVER = 1 << 52
 LINGER_S = 2.0  # a server asks about ten times a second
-# One more registration removes a disconnected environment, or else the one that was silent for longest.
+# One more registration removes a disconnected environment, or else the environment that was silent for longest.
 MOST_ENVIRONMENTS = 1024
 FORGET_S = 3600.0  # of silence
 _MOST_NAME = 100  # characters

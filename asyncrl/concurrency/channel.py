@@ -63,7 +63,7 @@ def decode(buffer: bytearray) -> dict[str, Any] | None:
 
 
 class Channel:
-    """One end of the socket pair. Create, use and close it on one event loop. Only one task may receive."""
+    """One end of the socket pair. Created, used and closed on one event loop. Only one task may receive."""
 
     def __init__(self, connection: socket.socket, peer: str, notify: Callable[[], None] | None = None) -> None:
         """The channel closes `connection`. `peer` names the process at the other end in error messages. `notify` is called when

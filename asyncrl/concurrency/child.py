@@ -171,7 +171,7 @@ class ChildProcess:
             self._cancel_timer = awake.call_later(asyncio.get_running_loop(), seconds, act)
 
     def _signal_group(self, number: int) -> None:
-        # A reaped child's number, and that of its group, may belong to another process.
+        # The numbers of a reaped child and of its group may belong to another process.
         if self._popen.returncode is None:
             # PermissionError: macOS does not let anybody kill a zombie.
             with contextlib.suppress(ProcessLookupError, PermissionError):

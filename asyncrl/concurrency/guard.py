@@ -54,7 +54,7 @@ def main(run_pid: int, command: list[str]) -> None:
 
 
 def _start(command: list[str]) -> int:
-    """Process number of the new child. It gets its own session, so that signals to its process group do not reach the guard."""
+    """Process number of the new child, which gets its own session, so that signals to its process group do not reach the guard."""
     guard = os.getpid()
     child = os.fork()
     if child:

@@ -231,7 +231,7 @@ class ThreadLane:
 
 
 class SimulatedLane:
-    """A lane without a thread. It runs a closure at once on the loop; the caller waits `cost` seconds of the loop's time.
+    """A lane without a thread. A closure runs at once on the loop; the caller waits `cost` seconds of the loop's time.
     On a loop with a virtual clock the order of events is deterministic. A closure's effects are visible at once, its result only
     after `cost` seconds.
     """

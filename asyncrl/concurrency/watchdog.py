@@ -1,4 +1,4 @@
-"""The watchdog is an OS thread. It ends a run that makes no progress, and names the task or closure that blocks the run.
+"""The watchdog is an OS thread that ends a run without progress, and names the task or closure that blocks the run.
 
 A blocked event loop or lane does not block this thread. An alarm is raised when
 
@@ -215,7 +215,7 @@ class Watchdog:
 
     def _feed_sentry(self) -> None:
         if self._sentry is not None and self._sentry.stdin is not None:
-            # The write fails if the sentry was killed. It would block if a suspended sentry has let the pipe fill up.
+            # The write fails if the sentry was killed, and would block if a suspended sentry has let the pipe fill up.
             with contextlib.suppress(OSError, ValueError):
                 if select.select([], [self._sentry.stdin], [], 0)[1]:
                     self._sentry.stdin.write(b".")

@@ -157,7 +157,7 @@ class RewardConfig(SettingsSection):
     batch: Literal["auto", "group", "trajectory"] = field(
         "auto",
         "Call the functions once per group, or once per completion as soon as the completion is finished; auto: group for "
-        "single_turn. An error or a missed deadline affects all completions of the call.",
+        "single_turn, or if a function has `whole_group`. An error or a missed deadline affects all completions of the call.",
     )
     scale_adv_by_len: bool = field(
         False, "Multiply every reward by the number of scored tokens of its completion (Atropos)."
@@ -314,8 +314,8 @@ class RolloutConfig(SettingsSection):
     )
     bad_words: tuple[str, ...] = field(
         (),
-        "Texts that are not sampled (vLLM). Each text is tokenized with and without a space in front; if all its tokens but the "
-        "last have been sampled, the last token is excluded.",
+        "Texts that are not sampled. As in vLLM, a text is tokenized as it is, and with a space in front if that gives as many "
+        "tokens; if all its tokens but the last have been sampled, the last token is excluded.",
     )
     min_tokens: int = field(
         0,
@@ -341,7 +341,7 @@ class RolloutConfig(SettingsSection):
     )
     timeout_s: float = field(
         3600.0,
-        "Longest duration of an episode in seconds, including waits for the engine. A longer episode has failed.",
+        "Longest duration of an episode in seconds, with its retries and waits for the engine. A longer episode has failed.",
         gt=0,
     )
     retries: int = field(

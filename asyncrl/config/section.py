@@ -15,7 +15,7 @@ def expand_home(path: str | None) -> str | None:
 
 
 def _refuse_yes_and_no(value: Any) -> Any:
-    """Refuses yes, no, on and off. They are strings in YAML 1.2, so a chat template would read "no" as true."""
+    """Refuses yes, no, on and off, which YAML 1.2 reads as strings: a chat template would read "no" as true."""
     if isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
             _refuse_yes_and_no(item)

@@ -67,7 +67,7 @@ Count = Callable[[str, int], object]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One way to ask for tokens. `events`: the answer as a stream."""
+    """A route that samples tokens. `reply`: makes the JSON answer. `events`: makes the streamed answer."""
 
     body: type[BaseModel]
     reply: Callable[[Ask, Sequence[ChatAnswer], str], dict[str, Any]]

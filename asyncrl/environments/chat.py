@@ -141,7 +141,7 @@ class Chat:
         ids, begun = last.generation.token_ids, len(last.messages) + 1
         ended = self.has_ended(last.generation)
         if begun == len(messages):
-            # The reply goes on, so the token that ended it is left out.
+            # The reply continues, so its end token is left out.
             return np.concatenate([last.prompt_ids, ids[: ids.size - ended]]).astype(np.int32)
         before = self._render(last.messages, last.tools)
         for marked in self._marked(last.reply, ended):
@@ -160,7 +160,7 @@ class Chat:
             # The template writes no earlier reasoning.
             if "reasoning_content" in marked and _REASONING not in marks:
                 return None
-            # The text before the marks must be that of `last`. If the reply has no reasoning, an empty thinking block may differ.
+            # The text before the marks must be the text of `last`. If the reply has no reasoning, empty thinking may differ.
             start = text.index(marks[0])
             is_bare = "reasoning_content" not in marked
             same = is_bare and _without_thinking(text[:start]) == _without_thinking(before)

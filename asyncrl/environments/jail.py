@@ -4,7 +4,7 @@
 
 Guarantees
 * The interpreter sees a root of its own: the folders of Python and of the system's programs, which are read-only, and `/sandbox`,
-  which is memory. It sees no network, no other process and no environment variable of the run. It has no capabilities.
+  which is memory. The interpreter sees no network, other process or environment variable of the run, and has no capabilities.
 * If the run hangs up or dies, or the interpreter or the jail ends, then init ends. The kernel then kills every process of the
   namespaces, whatever its session or group, and drops `/sandbox`. The jail ends after the last process.
 """
@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _NOBODY = 65534
-# The one folder that the code may write. It is not /tmp, because Python itself may lie there.
+# The one folder that the code may write. Not /tmp, because Python itself may lie in /tmp.
 _HOME = "/sandbox"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -102,7 +102,7 @@ def _make_root(memory: int) -> None:
     for name in _DEVICES:
         _bind(f"/dev/{name}", _NOSUID)
     os.mkdir("/proc")
-    # A container that hides a part of its own /proc allows no new one. Then there is none.
+    # A container that hides a part of its /proc allows no new /proc. The sandbox then has none.
     with contextlib.suppress(OSError):
         _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     os.mkdir(_HOME)

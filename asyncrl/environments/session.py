@@ -336,7 +336,7 @@ class Session:
                     sampling=replace(sampling, max_tokens=new),
                     seed=_request_seed(self._seed, key, number),
                     prefix_key=f"{self.prompt.group_id}/{hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest()}",
-                    # What the engine keeps for a session stays until somebody ends the session.
+                    # What the engine keeps for a session stays until `close`.
                     session=None if self._end_session is None else self._name,
                 )
             )

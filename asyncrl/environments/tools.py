@@ -54,8 +54,8 @@ AnyTool: TypeAlias = Tool | Callable[..., Any]
 
 
 def as_tool(tool: AnyTool) -> Tool:
-    """Make a tool of a function. Its docstring must describe the tool and each argument in Google's style, and each argument must
-    have a type. The arguments of a call are checked against the types. Errors: ConfigError."""
+    """Make a tool of a function whose docstring describes the tool and each argument in Google's style, and whose arguments have
+    types. The arguments of a call are checked against the types. Errors: ConfigError."""
     if isinstance(tool, Tool):
         return tool
     name = getattr(tool, "__name__", "")

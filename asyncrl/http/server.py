@@ -63,7 +63,7 @@ log = logging.getLogger("asyncrl.http")
 
 def _is_shown(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
-    # uvloop raises this error for a reply to a client that has gone. asyncio raises none.
+    # uvloop raises this error for a reply to a client that has gone. asyncio raises no error.
     gone = isinstance(error, RuntimeError) and "the handler is closed" in str(error)
     # Anybody can send unreadable bytes, without a key and without end. aiohttp answers 400; its tracebacks would fill the log.
     return not gone and not isinstance(error, _UNREADABLE)

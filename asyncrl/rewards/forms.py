@@ -104,7 +104,7 @@ def check_reserved(columns: Collection[str], named: Collection[str], takes_all: 
 
 
 def _text_of(completion: Any) -> str:
-    """The completion as one string. If it is a list of messages, those of the assistant are joined."""
+    """The completion as one string. The assistant's messages in a list of messages are joined."""
     if isinstance(completion, str):
         return completion
     return "".join(str(message.get("content") or "") for message in completion if message.get("role") == "assistant")

@@ -56,8 +56,8 @@ class _FailedRequest(Exception):
 
 @dataclass(frozen=True)
 class Judge:
-    """A reward function. It returns for each completion a mapping with the score of each criterion, in [0, 1], and with `score`,
-    their weighted sum. `criteria` is one text, or name -> text. See `JudgeConfig` for the other fields."""
+    """A reward function that returns for each completion a mapping with the score of each criterion, in [0, 1], and with `score`,
+    the weighted sum. `criteria` is one text, or name -> text. See `JudgeConfig` for the other fields."""
 
     url: str
     criteria: Mapping[str, str] | str

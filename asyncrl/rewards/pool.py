@@ -189,9 +189,9 @@ class RewardPool:
             await self._close()
             raise
         self._tasks = await anyio.create_task_group().__aenter__()
-        for place, process in enumerate(sorted(self._alive, key=lambda p: p.pid)):
-            process.place = place
-            self._tasks.start_soon(self._keep, process, name=f"keeper of reward worker {place}")
+        for slot, process in enumerate(sorted(self._alive, key=lambda p: p.pid)):
+            process.slot = slot
+            self._tasks.start_soon(self._keep, process, name=f"keeper of reward worker {slot}")
         return self
 
     async def __aexit__(self, *exc: Any) -> bool | None:
@@ -225,7 +225,7 @@ class RewardPool:
                 if process.usable and process.serving and not process.calls:
                     process.hang_up()
                 elif process.usable:
-                    # Its callers raise that the pool was closed.
+                    # The callers of this worker then raise LifecycleError.
                     process.kill()
             if self._tasks is not None:
                 self._tasks.cancel_scope.shield = True
@@ -262,7 +262,7 @@ class RewardPool:
                 return
             if successor is None:
                 return
-            successor.place = process.place
+            successor.slot = process.slot
             process = successor
 
     async def _successor(self, process: RewardWorker) -> RewardWorker | None:
@@ -373,7 +373,7 @@ class RewardPool:
             and (not process.calls or sum(c.size for c in process.calls) <= most)
             and not any(c.alone for c in process.calls)
         ]
-        return min(fit, key=lambda process: (len(process.calls), process.place), default=None)
+        return min(fit, key=lambda process: (len(process.calls), process.slot), default=None)
 
     def _release(self, process: RewardWorker, call: RewardCall) -> None:
         process.calls.discard(call)
@@ -508,7 +508,7 @@ class RewardPool:
         try:
             with (
                 self._recorder.wait(who, what, on=f"reward worker {process.pid}", cause="reward"),
-                self._recorder.span(f"reward/{function.name}", track=f"reward worker {process.place}", group=group_id),
+                self._recorder.span(f"reward/{function.name}", track=f"reward worker {process.slot}", group=group_id),
                 self._deadlines_moved(process, call, limit_s),
                 anyio.fail_after(limit_s) as call.scope,
             ):

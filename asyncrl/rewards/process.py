@@ -71,10 +71,10 @@ class RewardWorker:
         self._grown = 0
         self._wear_start = (0, 0)
         # The worker's number in the pool. A successor gets the number of the worker that it replaces.
-        self.place = 0
+        self.slot = 0
         # Whether the worker may take another request.
         self.usable = True
-        # The worker closed its end of the channel. It is dead or dying, but its guard may still be killing its processes.
+        # The worker closed its end of the channel. The guard may still be killing the worker and its processes.
         self.hung_up = False
         # True while the pool gives calls to the worker: its functions are loaded, and no successor serves.
         self.serving = False

@@ -144,8 +144,8 @@ def check_scores(values: Sequence[Any]) -> tuple[list[float | None], list[tuple[
     """Returns (a finite float or None for each value, (index, text) of each value that is anything else)."""
     numbers = [None if value is None else as_number(value) for value in values]
     kept = [number if number is not None and math.isfinite(number) else None for number in numbers]
-    invalid = [place for place, number in enumerate(kept) if number is None and values[place] is not None]
-    return kept, [(place, _utf8(brief(values[place]))) for place in invalid]
+    invalid = [index for index, number in enumerate(kept) if number is None and values[index] is not None]
+    return kept, [(index, _utf8(brief(values[index]))) for index in invalid]
 
 
 def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[str]] = ()) -> list[Function]:
@@ -343,14 +343,14 @@ def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
     scores, by_turn, invalid = [], [], []
     for part, name in enumerate(names):
         column = [row.get(name, value) for row, value in zip(rows, values, strict=True)]
-        for place, value in enumerate(values):
+        for index, value in enumerate(values):
             if parts and not isinstance(value, (Mapping, Exception, NoneType)):
-                column[place] = UsageError(f"{brief(value)} in place of a mapping with {', '.join(parts)}")
+                column[index] = UsageError(f"{brief(value)} in place of a mapping with {', '.join(parts)}")
         turns = [_turn_rewards(value, count) for value, count in zip(column, request["turns"], strict=True)]
         by_turn.append(turns)
         kept, wrong = check_scores([v if t is None else sum(t) for v, t in zip(column, turns, strict=True)])
         scores.append(kept)
-        invalid += [(part, place, text) for place, text in wrong]
+        invalid += [(part, index, text) for index, text in wrong]
     return {"scores": scores, "by_turn": by_turn, "invalid": invalid, "extras": log.columns(completions)}
 
 
