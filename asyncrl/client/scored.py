@@ -17,8 +17,8 @@ from ..records.trajectories import (
     column_sections,
     component_sections,
     json_bytes,
+    own_length_sections,
     reward_number,
-    tree_sections,
 )
 from ..records.write import Draft
 from ..types import FinishReason
@@ -95,7 +95,7 @@ def group_draft(
         Section.MESSAGES: [json_bytes(row.messages, "messages") for row in rows],
         Section.METADATA: [json_bytes(dict(row.metadata), "metadata") for row in rows],
         **component_sections([row.components for row in rows]),
-        **tree_sections(rows),
+        **own_length_sections(rows),
     }
     for position, row in enumerate(rows):
         _check(position, row)

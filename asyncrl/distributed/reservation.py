@@ -103,8 +103,8 @@ class Reservation:
     by_rank: bool = False  # each rank has its share of every step
     # The training ranks that groups travel to. Empty: each group stays on the rank that admitted it.
     trainers: Sequence[int] = ()
-    # The number of a group chooses its training rank, as in a run whose groups stay on their ranks. False: the tokens choose it.
-    by_number: bool = False
+    # The id of a group chooses its training rank, as in a run whose groups stay on their ranks. False: the tokens choose the rank.
+    by_id: bool = False
     entries: dict[int, ReservedGroup] = field(default_factory=dict)  # by group id, in admission order
     held: dict[int, int] = field(default_factory=dict)  # turn -> slots of its step, until released
     acknowledged: list[int] = field(default_factory=list)  # per rank: the turn whose weights its engines have
@@ -317,9 +317,9 @@ class Reservation:
         entry = self._live_entry(ticket)
         if entry.trainer < 0:
             with self._changing(entry):
-                by_number = self.trainers[ticket.group_id % len(self.trainers)]
+                by_id = self.trainers[ticket.group_id % len(self.trainers)]
                 fewest = min(self.trainers, key=self._assigned.__getitem__)
-                entry.trainer, entry.tokens = by_number if self.by_number else fewest, tokens
+                entry.trainer, entry.tokens = by_id if self.by_id else fewest, tokens
         return entry.trainer
 
     def arrive(self, ticket: Ticket, sender: int, rank: int) -> bool:

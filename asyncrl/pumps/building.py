@@ -5,8 +5,8 @@
 `Building.microbatches` calls the stages in this order. A stage takes rows and returns rows. It writes what it computes into a
 column of the rows; packing reads the columns. A stage that changes groups (penalties, masks) returns new rows with those columns.
 
-* Advantages follow Atropos: rewards are scaled by length before the members of a group are compared, and a member with
-  `set_advantage_to_zero` gets 0 afterwards.
+* Advantages follow Atropos: `reward.scale_adv_by_len` scales the rewards before the members of a group are compared, and a member
+  with `set_advantage_to_zero` gets 0 afterwards.
 * A statistic of the whole step covers all ranks. Each rank sends its numbers (a few floats a completion, never texts), sorts the
   numbers of all ranks by group id, and computes all advantages. So every bit of the advantages is the same whichever rank holds a
   group.

@@ -58,8 +58,8 @@ Play: TypeAlias = Callable[[int, Sequence[int]], Awaitable[list[Sample]]]
 Spread: TypeAlias = Callable[[int, Sequence[int], Play], Awaitable[list[Sample]]]
 # Called with the metrics of a version; they are empty if the version was not evaluated.
 Report: TypeAlias = Callable[[Mapping[str, float]], Awaitable[None]]
-# The engine serves the request with the lowest priority first. The priority of a rollout is its deadline. Without a pin the next
-# optimizer step waits for the evaluation, so the evaluation comes first. With a pin it comes last: the training waits for rollouts.
+# The engine serves the smallest `priority` first. A rollout's `priority` is its deadline. Without a pin the next optimizer step
+# waits for the evaluation, so the evaluation comes first. With a pin the evaluation comes last: the training waits for rollouts.
 _BEFORE_ROLLOUTS = -1
 _AFTER_ROLLOUTS = 1 << 30
 

@@ -6,8 +6,9 @@
 * The queue of whole groups needs no bound of its own, because each group in it keeps its place in its producer's ring.
 * A group whose versions are known is dropped and counted at once if no place is left within `rollout.max_staleness`: its producer
   can play a new one with newer weights. A group without versions waits for its slot.
-* An incomplete group ends in three cases: `door.timeout_s` after its first member (`door.on_timeout`: drop it, train the members
-  that came, or end the run); `door.reconnect_s` after the last producer of its epoch left; when a member is too old to be trained.
+* An incomplete group ends in four cases: `door.timeout_s` after its first member (`door.on_timeout`: drop it, train the members
+  that came, or end the run); `door.reconnect_s` after the last producer of its epoch left; when a member is too old to be trained;
+  when a record of the group fails its checks.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class Gathering:
     def add(
         self, epoch: int, group: int, members: Sequence[Trajectory], columns: Mapping[str, Any], lease: Lease
     ) -> bool:
-        """Take members that came together. `columns`: those of the members' prompt, for the reward functions. Returns False if no
-        member was taken; then the caller ends the lease."""
+        """Take members that came together. `columns`: the columns of their prompt, for the reward functions. Returns False if no
+        member was taken; then the caller releases the lease."""
         kept = False
         for trajectory in members:
             try:
@@ -225,7 +226,7 @@ class Gathering:
             ) from error
 
     def _drop(self, group: StashedGroup[Mapping[str, Any]]) -> None:
-        """Count an incomplete group that ended, and end its leases."""
+        """Count an incomplete group that ended, and release its leases."""
         if group.ending is Ending.STALE:
             self._count_too_old()
         else:

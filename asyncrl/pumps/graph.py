@@ -14,7 +14,7 @@
 |---|---|---|---|
 | 1 | slots | a slot, which the publish pump releases | there are no more prompts, or enough groups for `max_steps` |
 | 2 | slots x group_size | the reply of the engine | the engine closes; then every request fails |
-| 3 | one item per scorer | a free scorer | the rollout pump has sent its last trajectory |
+| 3 | one item per reward call at a time | a free scorer | the rollout pump has sent its last trajectory |
 | 4, 5 | slots | nothing, because every group with rows has a slot | the ledger is exhausted and has no live group |
 | 6 | one unfinished publish | the previous publish | the train pump ends |
 

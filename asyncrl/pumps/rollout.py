@@ -232,7 +232,7 @@ class GroupPlayer:
     async def _play_member(self, ticket: Ticket, prompt: Prompt, member: int, group_size: int) -> Trajectory:
         ports, group_id = self._ports, prompt.group_id
         with ports.recorder.span("rollout", track="rollout", group=group_id, member=member):
-            # The deadline is the priority. So the second round of an old group is served before the first round of a new group.
+            # The deadline is the `priority`: the second round of an old group is served before the first round of a new group.
             trajectory = await self._episodes.play(prompt, member, group_size, ports.engine.generate, ticket.deadline)
         try:
             if (trajectory.group_id, trajectory.member, trajectory.group_size) != (group_id, member, group_size):

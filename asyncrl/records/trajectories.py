@@ -32,7 +32,7 @@ _COLUMNS = {
     "routed_experts": Section.ROUTED_EXPERTS,
 }
 # Fields of a trajectory with a length of their own -> section, dtype, inner dimensions.
-_TREE: dict[str, tuple[Section, np.dtype[Any], tuple[int, ...]]] = {
+_OWN_LENGTH: dict[str, tuple[Section, np.dtype[Any], tuple[int, ...]]] = {
     "branches": (Section.BRANCHES, np.dtype("<i4"), (2,)),
     "turns": (Section.TURNS, np.dtype("<i4"), ()),
     "turn_rewards": (Section.TURN_REWARDS, np.dtype("<f8"), ()),
@@ -77,7 +77,7 @@ def trajectories_of(record: Record, *, group: int | None = None) -> list[Traject
         "components": _components(record) if Section.COMPONENTS in arrays else [{} for _ in range(n)],
         "metadata": _texts(record, Section.METADATA, dict) if Section.METADATA in strings else [{} for _ in range(n)],
         "routed_experts": _routes(record) if Section.ROUTED_EXPERTS in arrays else [None] * n,
-        **{name: _tree_column(record, name) for name, (section, *_) in _TREE.items() if section in strings},
+        **{name: _own_length_column(record, name) for name, (section, *_) in _OWN_LENGTH.items() if section in strings},
     }
     return [
         Trajectory(group_id=group, group_size=record.group_size, **dict(zip(columns, row, strict=True)))
@@ -97,7 +97,7 @@ def draft_of(group: int, members: Sequence[Trajectory], epoch: int, metadata: Ma
         Section.METADATA: [json_bytes(dict(t.metadata), "metadata") for t in members],
         Section.GROUP_METADATA: json_bytes(dict(metadata), "group metadata"),
         **component_sections([t.components for t in members]),
-        **tree_sections(members),
+        **own_length_sections(members),
         **column_sections(group, members),
     }
     return Draft(group, [t.member for t in members], members[0].group_size, sections, epoch)
@@ -158,8 +158,8 @@ def _routes(record: Record) -> list[Any]:
     return [np.asarray(part, dtype) for part in parts]
 
 
-def _tree_column(record: Record, name: str) -> list[Any]:
-    section, dtype, inner = _TREE[name]
+def _own_length_column(record: Record, name: str) -> list[Any]:
+    section, dtype, inner = _OWN_LENGTH[name]
     values: list[Any] = []
     for raw in [record.row_bytes(section, position) or b"" for position in range(record.size)]:
         if len(raw) % (dtype.itemsize * math.prod(inner)):
@@ -171,10 +171,10 @@ def _tree_column(record: Record, name: str) -> list[Any]:
     return values
 
 
-def tree_sections(members: Sequence[Any]) -> dict[int, Any]:
+def own_length_sections(members: Sequence[Any]) -> dict[int, Any]:
     """The sections for `branches`, `turns` and `turn_rewards` of these members, by section id; none if no member has the field."""
     sections: dict[int, Any] = {}
-    for name, (section, dtype, inner) in _TREE.items():
+    for name, (section, dtype, inner) in _OWN_LENGTH.items():
         column = [getattr(member, name) for member in members]
         if any(values is not None and len(values) for values in column):
             arrays = [conform([] if values is None else values, dtype, section) for values in column]

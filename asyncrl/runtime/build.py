@@ -190,8 +190,8 @@ def make_ledger(run: OpenRun) -> Any:
     shares_per_rank = config.preset == "sync" and has_prompts and not world.roles.differ
     trainers = world.roles.leaders if world.roles.differ else ()
     # A rank replays groups that it has trained, so a rerun needs the same groups on each rank.
-    by_number = config.preset == "sync" and config.replay.size > 0
-    books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, shares_per_rank, trainers, by_number)
+    by_id = config.preset == "sync" and config.replay.size > 0
+    books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, shares_per_rank, trainers, by_id)
     books.set_generating(world.roles.generate)
     return LineLedger(run.line, books, world.rank, recorder=run.recorder, follows=world.follows)
 
