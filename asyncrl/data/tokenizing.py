@@ -26,7 +26,7 @@ from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Messages
 
 _RESERVED_ARGUMENTS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
-# A number between these characters replaces a control token in a message. They are for private use, so no vocabulary has them.
+# A number between these characters replaces a control token in a message. No vocabulary has these private-use characters.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _PROBE = "Qk7"  # a text that no template writes
 _STRFTIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")

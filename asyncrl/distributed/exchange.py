@@ -88,7 +88,7 @@ class Exchange:
         number = self._next
         frames: list[Buffer] = [self._pack(operation, number, kind, header), *buffers]
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        # Without this, asyncio would log an error that arrives when nobody waits for the answer any more.
+        # Without this callback asyncio would log an error that arrives when nobody waits for the answer any more.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._next += 1
         sent = self._sent[number] = _Sent(frames, answer, has_place)

@@ -89,7 +89,7 @@ class ShardedParameters:
         self.device = device
         names = {id(parameter): name for name, (_, parameter) in zip(self.names, named, strict=True)}
         full_names = [name for name, _ in named]
-        # `named` holds all full weights. Without it, `_shard` frees those of each block when it has cut the block.
+        # `named` keeps all full weights alive. After its deletion `_shard` frees the full weights of each block that it has cut.
         del named
         self._mesh = _mesh(group, torch.tensor(members).view(-1, self.ranks), device.type)
         self._parts = _shard(root, blocks, device, self._mesh, compute, names, collectives)

@@ -26,7 +26,7 @@ from .line import SILENCE_S, LineClient, LineServer
 VARIABLE = "ASYNCRL_SECRET"
 MIN_LENGTH = 16  # characters of a secret
 JOIN = "run/join"
-# On the line, the name of a node that has no number yet begins with this.
+# On the line, the name of a node without a number begins with this text.
 JOINING = "joining node "
 
 

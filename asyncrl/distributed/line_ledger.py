@@ -119,7 +119,7 @@ class Desk:
     async def _watch(self, peer: str, request: Sequence[int], buffers: object) -> tuple[State, tuple[()]]:
         rank, seen = request
         await self.ledger.wait_changed(seen)
-        # Ranks that only generate ask at the end of a run, and must not delay the claims of the others.
+        # Ranks that only generate ask at the end of a run, and must not delay the claims of ranks that train.
         trainers = self.ledger.books.trainers
         with anyio.move_on_after(_BETWEEN_S * (len(trainers) if rank in trainers else self.ledger.books.ranks)):
             await self._claimable[rank].wait()

@@ -118,10 +118,8 @@ class Reservation:
     # The last result of `open_turn`, and the last rank with that turn: most calls look only at this rank.
     _open_turn: int = field(default=-1, init=False)
     _slowest: int = field(default=0, init=False)
-    # Derived from `entries` by `_count`, so that no transition looks at all entries.
-    _live: dict[int, dict[int, ReservedGroup]] = field(
-        default_factory=dict, init=False
-    )  # deadline -> live groups by id
+    # Derived from `entries` by `_count`, so that no transition looks at all entries. `_live`: deadline -> live groups by id.
+    _live: dict[int, dict[int, ReservedGroup]] = field(default_factory=dict, init=False)
     _assigned: Counter[int] = field(default_factory=Counter, init=False)  # training rank -> tokens of its groups
     _in_step: Counter[int] = field(default_factory=Counter, init=False)  # training rank -> tokens in the open step
     # Training rank -> deadline -> live groups that have arrived.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -107,10 +108,8 @@ async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows
     a rank has ended."""
     groups = [group_rows.group for group_rows in rows]
     if over_ranks:
-        mine = [(group.group_id, reader.group_rewards(group)) for group in groups]
-        return _advantages_by_group(
-            groups, advantages_of_rank(ports.advantage, await ports.gather(mine), ports.train_rank)
-        )
+        parts = await ports.gather([(group.group_id, reader.group_rewards(group)) for group in groups])
+        return _advantages_by_group(groups, advantages_of_rank(ports.advantage, parts, ports.train_rank))
     try:
         return reader.advantages(groups)
     except Exception as error:
@@ -135,12 +134,8 @@ async def write_advantages(
         if ports.hooks.after_advantages is not None:
             with ports.recorder.watch("train pump", f"group {group_rows.group_id}", on="hook after_advantages"):
                 # The hook may keep the group longer than the lease, so it gets a copy.
-                before, values = (
-                    values,
-                    await ports.hooks.apply_after_advantages(
-                        copy_group(group_rows.group) if group_rows.leases else group_rows.group, values.copy()
-                    ),
-                )
+                group = copy_group(group_rows.group) if group_rows.leases else group_rows.group
+                before, values = values, await ports.hooks.apply_after_advantages(group, values.copy())
             if of_turns is not None:
                 changed = zip(of_turns, before, values, strict=True)
                 of_turns = [own if old == new else np.full_like(own, new) for own, old, new in changed]
@@ -155,9 +150,8 @@ async def minibatches(ports: Ports, rows: list[Rows]) -> list[list[Rows]]:
     count = ports.config.algorithm.minibatches
     if count == 1:
         return [rows]
-    numbers = minibatches_of_rank(
-        await ports.gather([group_rows.group_id for group_rows in rows]), ports.train_rank, count
-    )
+    ids = await ports.gather([group_rows.group_id for group_rows in rows])
+    numbers = minibatches_of_rank(ids, ports.train_rank, count)
     return [
         [group_rows for group_rows, number in zip(rows, numbers, strict=True) if number == part]
         for part in range(count)
@@ -187,12 +181,8 @@ def replace_without_signal(ports: Ports, reader: RewardReader, step: Step, rows:
 def mask_overlong(ports: Ports, rows: list[Rows]) -> list[Rows]:
     """Mask the tokens of completions that were cut off or are too long, as `algorithm.mask` says."""
     mask = ports.config.algorithm.mask
-    return [
-        replace(
-            group_rows, group=without_overlong(group_rows.group, truncated=mask.truncated, longest=mask.longer_than)
-        )
-        for group_rows in rows
-    ]
+    masked = partial(without_overlong, truncated=mask.truncated, longest=mask.longer_than)
+    return [replace(group_rows, group=masked(group_rows.group)) for group_rows in rows]
 
 
 def mask_earlier_turns(ports: Ports, rows: list[Rows]) -> list[Rows]:

@@ -185,7 +185,7 @@ class EvaluatePump:
                     components.setdefault(name, []).append(value)
         prefix = f"eval/{self._name}"
         metrics = {f"{prefix}/{name}/mean": float(np.mean(values)) for name, values in components.items() if values}
-        # A judge that answers half of the completions must not look like one that answers all.
+        # A judge that answers half of the completions must not look like a judge that answers all.
         parts = {f"{prefix}/{name}/applicable": len(components[name]) / len(scored) for name in names}
         metrics.update({name: share for name, share in parts.items() if share < 1})
         if scored:

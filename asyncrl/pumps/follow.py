@@ -120,7 +120,7 @@ class Remote:
         else:
             counts, _, samples = ports.recorder.take_metrics()
             if ports.follows:
-                # The rest is about the trainer, and the leader has it.
+                # Other counts are about the trainer, and the leader sends them.
                 counts = {name: value for name, value in counts.items() if name.startswith((*GENERATED, *COUNTED))}
                 samples = {}
         header = {
@@ -187,7 +187,7 @@ class Remote:
         try:
             return [list(sample) for sample in await self._evaluate.play(header["version"], header["rows"])], ()
         except WorkerDied as error:
-            # This rank ends, and others can play the rows.
+            # This rank ends, and other ranks can play the rows.
             raise EngineClosed(str(error)) from error
 
 

@@ -212,7 +212,7 @@ class Gathering:
         try:
             text = self._decode(ids.tolist())
         except Exception as error:
-            # Raised by the tokenizer: a model may have ids that it lacks.
+            # A model may have ids that the tokenizer lacks.
             raise DataError(f"the tokenizer has no text for the prompt ({type(error).__name__}: {error})") from error
         return Prompt(first.group_id, ids, text, group.context)
 

@@ -63,7 +63,7 @@ class Ports:
     advantage: Estimator
     book: GroupBook
     ids: GroupIds
-    # `turn_of` counts versions from this one. Below 0 if the resumed run ended within a batch, which then made fewer versions.
+    # `turn_of` counts versions from this version. Below 0 if the resumed run ended within a batch, which then made fewer versions.
     base: int = 0
     # This rank, the number of ranks that build steps, and the number of this rank among them; 0 on other ranks. Siblings
     # (`distributed.context`) count once: their leader builds steps for them.
@@ -72,7 +72,7 @@ class Ports:
     train_rank: int = 0
     # Number of ranks that generate.
     generating: int = 1
-    # The role of this rank. `follows`: it trains what the leader of its siblings builds. Then `trains` is false.
+    # The role of this rank. `follows`: the rank trains what the leader of its siblings builds. Then `trains` is false.
     trains: bool = True
     generates: bool = True
     follows: bool = False
@@ -129,7 +129,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepReport:
-    """One committed step, as `Runtime.steps()` yields it. `advantages`: group id -> [G]. `repr` omits tokens: it is one line."""
+    """One committed step, as `Runtime.steps()` yields it. `advantages`: group id -> [G]. `repr` is one line."""
 
     version: int
     result: StepResult

@@ -41,7 +41,7 @@ class PublishPump:
         self._first = first
         # Turns below this number are published. It is 1 too low until `first()` has ended, so `wait_published` waits for `first()`.
         self._done_turn = ports.ledger.turn - 1
-        # Turns below this one are trained into the weights that the engines have.
+        # Turns below this number are trained into the weights that the engines have.
         self._synced_turn = ports.ledger.turn
         # The newest publication, as long as the engines do not have its weights.
         self._unsynced: Publication | None = None

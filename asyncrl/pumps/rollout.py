@@ -100,7 +100,7 @@ class RolloutPump:
         # Each rank plays its share of the slots. Otherwise the first rank to start would take all slots.
         self._pace = Pace(self._share(ports.generating), lambda: ports.ledger.statistics().admitted)
         # The id of the prompt that was taken from the cursor and waits for its slot. A checkpoint keeps this id. A cancellation
-        # must not clear it, because the cursor has passed this prompt and nobody has played it.
+        # must not clear the id, because the cursor has passed this prompt and nobody has played it.
         self.waiting_prompt: int | None = None
 
     async def run(self) -> None:
@@ -363,9 +363,7 @@ class Episodes:
                 # The user sees no traceback.
                 raise type(leaf)(f"{leaf}{place_of(leaf)}") from leaf
             raise leaf
-        if is_interrupt(error):
-            raise error
-        if isinstance(error, asyncio.CancelledError):
+        if is_interrupt(error) or isinstance(error, asyncio.CancelledError):
             raise error
         if isinstance(error, CancelledItself):
             # The environment awaited a task of its own that was cancelled.

@@ -86,7 +86,7 @@ def test_positions_and_paths_equal_a_walk_from_token_to_token(seed: int) -> None
         ({"turn_rewards": [0.0, 0.0, 0.0]}, "expected a tuple of 3 numbers"),
         ({"turns": None}, "expected a tuple of 1 numbers"),
         ({"turn_rewards": (0.0, float("nan"), 0.0)}, r"turn_rewards\[1\] is nan; expected a finite number"),
-        ({"turn_rewards": (0.0, 0.0, "1")}, r"turn_rewards\[2\] is 1; expected"),
+        ({"turn_rewards": (0.0, 0.0, "1")}, r"turn_rewards\[2\] is '1'; expected"),
     ],
 )
 def test_what_is_no_tree_is_refused_by_member_and_field(changes: dict[str, Any], says: str) -> None:
