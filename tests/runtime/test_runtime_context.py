@@ -153,7 +153,7 @@ def test_a_run_that_streams_its_steps_trains_each_prompt_once(
 
 ENDLESS = ASYNC | {
     "train": ASYNC["train"] | {"max_steps": 1000},
-    "watchdog": {"loop_timeout_s": 4.0},
+    "watchdog": {"loop_timeout_s": 6.0},
     "checkpoint": {"every": 500},
 }
 

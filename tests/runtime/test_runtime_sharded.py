@@ -222,7 +222,7 @@ def test_a_rank_that_is_killed_ends_the_other_with_an_error(tmp_path: Path) -> N
     """Without torchrun, which would end the other one itself: the connection is gone, or, where no collective is under way,
     the line says so."""
     tree = SHARDED | FAST | {"checkpoint": {"save_final": False}, "train": ENDLESS["train"]}
-    with start_two(tmp_path, tree | {"watchdog": {"loop_timeout_s": 4}}) as ranks:
+    with start_two(tmp_path, tree | {"watchdog": {"loop_timeout_s": 6}}) as ranks:
         ranks[0].wait_until(lines_at_least(tmp_path / "runs/run", 2), "second step", 300)
         ranks[1].kill()
         assert ranks[0].wait(200) not in (0, None)  # a time-out would take 600 s
