@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tracemalloc
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,16 @@ def _drawn(page: Path, width: int = 1280) -> Any:
     program = [node, str(Path(__file__).with_name("page.mjs")), str(width)]
     with page.open("rb") as file:
         return json.loads(subprocess.run(program, stdin=file, capture_output=True, check=True, timeout=60).stdout)
+
+
+def test_numbers_round_to_the_next_unit() -> None:
+    if (node := shutil.which("node")) is None:
+        pytest.skip("no node: the page's scripts cannot be run")
+    charts = (resources.files("asyncrl.telemetry") / "assets" / "charts.js").read_text("utf-8")
+    shown = "[4e9, 999960, 9999.7, 1234.5].map(number), [0.9997, 179.7, 7199.8, 0.0123].map(seconds)"
+    program = f"const document = {{getElementById() {{}}}};{charts};console.log(JSON.stringify([{shown}]))"
+    output = subprocess.run([node, "-e", program], capture_output=True, check=True, timeout=60).stdout
+    assert json.loads(output) == [["4G", "1M", "10k", "1235"], ["1.00 s", "3 min 0 s", "2 h 0 min", "12.3 ms"]]
 
 
 def test_only_what_has_one_unit_and_one_size_shares_an_axis(drawn: Any) -> None:

@@ -23,10 +23,10 @@ function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size >= 1e6) return (value / 1e6).toPrecision(3).replace(/\.?0+$/, "") + "M";
-  if (size >= 1e4) return (value / 1e3).toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "") + "k";
   if (size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
-  return String(Number(value.toPrecision(size >= 1000 ? 4 : 3)));
+  const short = Number(value.toPrecision(size >= 1e3 && size < 1e4 ? 4 : 3));
+  const [, unit, letter] = [[1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"], [0, 1, ""]].find(([least]) => Math.abs(short) >= least);
+  return Number((short / unit).toPrecision(4)) + letter;
 }
 
 // Percentages with one decimal each, which add up to 100 as they are printed.
@@ -45,10 +45,10 @@ function percent(share) {
 
 function seconds(value) {
   if (value < 1e-3) return (value * 1e6).toFixed(0) + " µs";
-  if (value < 1) return (value * 1e3).toPrecision(3) + " ms";
-  if (value < 120) return value.toFixed(value < 10 ? 2 : 1) + " s";
-  const minutes = Math.floor(value / 60);
-  if (minutes < 120) return minutes + " min " + Math.round(value % 60) + " s";
+  if (value < 0.9995) return (value * 1e3).toPrecision(3) + " ms";
+  if (value < 119.95) return value.toFixed(value < 10 ? 2 : 1) + " s";
+  const whole = Math.round(value), minutes = Math.floor(whole / 60);
+  if (minutes < 120) return minutes + " min " + (whole % 60) + " s";
   return Math.floor(minutes / 60) + " h " + (minutes % 60) + " min";
 }
 
