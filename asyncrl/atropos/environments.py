@@ -60,7 +60,7 @@ class Environments:
         context = float(fields.get("max_token_length") or 1)
         if not math.isfinite(weight * context):
             raise ValueError(f"weight is {weight} and max_token_length {context}; expected finite numbers")
-        self._forget()
+        self._remove_silent()
         # Environments of the same name are numbered: env_0, env_1, ...
         parts = [environment.name.rpartition("_") for environment in self._all.values()]
         suffix = max((int(digits) + 1 for stem, _, digits in parts if stem == name), default=0)
@@ -68,20 +68,23 @@ class Environments:
         self._all[number] = _Environment(f"{name}_{suffix}", context * max(weight, 0.0), awake.now())
         return number, self._all[number].name
 
-    def _forget(self) -> None:
+    def _remove_silent(self) -> None:
         """Remove environments that were silent for `FORGET_S`, and make room for one more."""
         since = awake.now() - FORGET_S
         self._all = {number: known for number, known in self._all.items() if known.seen_at >= since}
         while len(self._all) >= MOST_ENVIRONMENTS:
             del self._all[min(self._all, key=lambda number: (self._all[number].connected, self._all[number].seen_at))]
 
-    def touch(self, number: int | None) -> None:
-        """Call when the environment has sent a group: `_find` sets `seen_at`."""
-        self._find(number)
+    def touch(self, number: Any) -> _Environment | None:
+        """Note a request of this environment. Returns the environment; None if there is none of this number."""
+        environment = self._all.get(number) if isinstance(number, int) else None
+        if environment is not None:
+            environment.seen_at = awake.now()
+        return environment
 
     def disconnect(self, number: Any) -> bool:
         """Returns False if there is no such environment."""
-        environment = self._find(number)
+        environment = self.touch(number)
         if environment is not None:
             environment.connected = False
         return environment is not None
@@ -90,7 +93,7 @@ class Environments:
         """The answer to `/status-env`. `held`: (environment, sequences) of each waiting group.
 
         An unknown environment (forgotten, or registered with an earlier run) gets weight 1, like a single environment."""
-        environment = self._find(number)
+        environment = self.touch(number)
         total = sum(known.weight for known in self._all.values() if known.connected)
         weight = 1.0 if environment is None or total <= 0 else environment.weight / total
         own_groups = [] if environment is None else [sequences for owner, sequences in held if owner == number]
@@ -119,9 +122,3 @@ class Environments:
 
     def _any_unaware(self) -> bool:
         return any(known.connected and known.asked_status and not known.knows_over for known in self._all.values())
-
-    def _find(self, number: Any) -> _Environment | None:
-        environment = self._all.get(number) if isinstance(number, int) else None
-        if environment is not None:
-            environment.seen_at = awake.now()
-        return environment

@@ -155,7 +155,7 @@ class AtroposStatistics:
 class GroupReceiver:
     """Handles `/scored_data`. The caller closes the rings."""
 
-    def __init__(self, rings: RankRings, limits: Limits, wait_s: float, touch: Callable[[int | None], None]) -> None:
+    def __init__(self, rings: RankRings, limits: Limits, wait_s: float, touch: Callable[[int | None], object]) -> None:
         """`wait_s`: the longest wait for room, in seconds. `touch`: called with the environment of each accepted group."""
         self._rings = rings
         self._limits = limits

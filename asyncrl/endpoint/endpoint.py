@@ -112,7 +112,7 @@ class Endpoint:
             async with self._server:
                 await anyio.sleep_forever()
         finally:
-            self._server.forget()
+            self._server.stop_listening()
 
     def open(self, session: Session, branch: str = "") -> tuple[str, str]:
         """(base URL, key) for requests of one branch of a session. Listens from the first call on. Errors: ConfigError."""

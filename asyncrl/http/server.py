@@ -191,7 +191,7 @@ class HttpServer:
         self._listening, self.url = listening, self._access.url(names[0][1])
         return self.url
 
-    def forget(self) -> None:
+    def stop_listening(self) -> None:
         """Stop listening, if the server was not entered after `listen`."""
         for listener in self._listening:
             listener.close()
