@@ -40,14 +40,13 @@ from asyncrl.ports import Trainer
 from asyncrl.records.check import SILENT
 from asyncrl.types import Float32Array, Group, Microbatch, Trajectory
 
+from .hooks import FLOAT32
 from .pipeline import Ports
 from .step import GroupsFailed, Step, blame_groups
 
 # Group id -> [G].
 Advantages = dict[int, npt.NDArray[np.float64]]
 TurnAdvantages = list[npt.NDArray[np.float64]]  # G arrays [t]
-# Advantages beyond this overflow the float32 column of a microbatch.
-FLOAT32 = float(np.finfo(np.float32).max)
 _NONE = np.zeros(0, np.float32)
 
 

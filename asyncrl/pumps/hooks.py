@@ -28,6 +28,8 @@ from asyncrl.types import Group, Prompt
 T = TypeVar("T")
 Maybe: TypeAlias = T | Awaitable[T | None] | None
 Numbers: TypeAlias = npt.NDArray[np.float64]
+# Advantages beyond this overflow the float32 column of a microbatch.
+FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ class Hooks:
             values = np.array(new, dtype=np.float64)
         except (TypeError, ValueError):
             values = np.zeros(0)
-        if values.shape != advantages.shape or not np.isfinite(values).all():
-            raise self._wrong_answer("after_advantages", new, f"None or {advantages.size} finite numbers")
+        if values.shape != advantages.shape or not (np.abs(values) <= FLOAT32).all():
+            raise self._wrong_answer("after_advantages", new, f"None or {advantages.size} finite float32 numbers")
         return values
 
     async def _call(self, name: str, *arguments: Any) -> Any:

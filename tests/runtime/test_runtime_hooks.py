@@ -135,8 +135,9 @@ async def cancels(*given: Any) -> Any:
             Hooks(after_rewards=lambda g: replace(g, trajectories=[replace(t, reward=np.inf) for t in g.trajectories])),
             "expected trajectories that can be trained .member 0: reward is inf",
         ),
-        (Hooks(after_advantages=lambda group, values: values[:2]), "expected None or 4 finite numbers"),
-        (Hooks(after_advantages=lambda group, values: values * np.nan), "expected None or 4 finite numbers"),
+        (Hooks(after_advantages=lambda group, values: values[:2]), "expected None or 4 finite float32 numbers"),
+        (Hooks(after_advantages=lambda group, values: values * np.nan), "expected None or 4 finite float32 numbers"),
+        (Hooks(after_advantages=lambda group, values: values + 1e39), "expected None or 4 finite float32 numbers"),
         (Hooks(after_advantages=lambda group, values: values.sort()), "read-only"),
     ],
 )
