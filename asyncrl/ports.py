@@ -68,7 +68,7 @@ class PinsVersions(Protocol):
     """An engine with several workers, of which one may be pinned."""
 
     async def pin(self, version: int) -> PinnedVersion | None:
-        """Reserve a worker for requests of the pin. None: fewer than two workers have `version`, or `version` is not the newest."""
+        """Reserve a worker for requests of the pin. None: `version` is old, fewer than two workers have it, or there is a pin."""
         ...
 
 
@@ -133,9 +133,9 @@ class Trainer(Protocol):
         ...
 
     async def finish_train_step(self) -> StepResult:
-        """Divide the gradient by the token counts of all ranks, and step the optimizer to the next version. A collective.
-        Errors leave the weights unchanged: `TrainStepError` for a step without sequences, `DivergenceError` for a loss or
-        gradient that is not finite, and for log-probs of the sampler beyond `algorithm.mismatch_gate`."""
+        """Divide the gradient by the loss's normaliser over all ranks, and step the optimizer to the next version. A collective.
+        Errors leave the weights unchanged: `TrainStepError` for a step without sequences, `DataError` for unknown token ids,
+        `DivergenceError` for a loss or gradient that is not finite, or a sampler beyond `algorithm.mismatch_gate`."""
         ...
 
     async def abort_train_step(self) -> None:

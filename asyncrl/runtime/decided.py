@@ -204,7 +204,7 @@ def check_chosen(config: Config, first: dict[str, str], rank: int) -> None:
     for name, value in chosen_settings(config).items():
         if first[name] != value:
             raise ConfigError(
-                f"{name} was chosen by the device: {first[name]} on the machine of rank 0 and {value} on the machine of rank "
+                f"{name} was chosen for the device: {first[name]} on the machine of rank 0 and {value} on the machine of rank "
                 f"{rank}; set {name} to {first[name]} or {value}"
             )
 

@@ -14,7 +14,7 @@
 * There is no await between the commit (or drop) of a group and the release of its records. So a checkpoint of that step never
   finds the records in the ring, and a resumed run does not train the records twice.
 * A record that cannot be trained is refused and released (`records/check.py`). If a step or the reward function fails on a group
-  that passed this check, that group is dropped. A second such failure ends the run (`pumps/step.py`). All errors name the group.
+  that passed this check, that group is dropped. The second failure of a kind ends the run. All errors name the group.
 * Records that are neither trained nor refused when the run ends stay in the ring for the next run of this name. Open the ring
   before the Runtime and close it afterwards: a closed ring cannot release records, so the next run would train them again.
 """

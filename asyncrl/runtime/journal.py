@@ -150,7 +150,7 @@ class Journal:
         except OSError as error:
             self._failures, self._last_failure = self._failures + 1, f"{target}: {error.strerror or error}"
             if self._failures == 1:
-                logger.warning("could not write %s; the run goes on without", self._last_failure)
+                logger.warning("could not write %s; the run goes on without it", self._last_failure)
             if isinstance(target, Path):
                 with contextlib.suppress(OSError):
                     target.with_name(target.name + ".partial").unlink(missing_ok=True)

@@ -242,7 +242,7 @@ class OpenRun:
         sentence = "nothing was generated, scored or trained"
         if self.dispatch is not None and not self.dispatch.generating:
             reason = f" ({[*self.lost.values()][-1][1]})" if self.lost else ""
-            sentence = f"no rank is there that generates, and no node has joined{reason}"
+            sentence = f"no rank generates, and no node has joined{reason}"
         return ProgressLimit(counters, limits.stall_timeout_s, sentence, remote_cause=self.ports.ledger.remote_cause)
 
     def _on_step(self, report: StepReport) -> None:

@@ -237,7 +237,7 @@ def _parse_device(text: str, trainer: torch.device, count: int) -> torch.device:
     if device.type != trainer.type:
         raise ConfigError(
             f"generation.devices has {text} and the trainer is on {trainer}: weights are handed to workers in memory that both "
-            f"devices read, which these two lack; name devices of the kind {trainer.type}, or set model.device"
+            f"devices read, and these two devices share no memory; name devices of the kind {trainer.type}, or set model.device"
         )
     if device.type == "cuda" and (device.index is None or device.index >= count):
         raise ConfigError(

@@ -157,7 +157,7 @@ def test_a_run_whose_ranks_only_train_ends_if_no_node_joins(tmp_path: Path) -> N
         shown = " ".join(first.output.split())
         assert "rank 0 only trains (distributed.roles: train rank 0, generate no rank; distributed.listen: " in shown
         assert "no rank generates: the run waits for a node to join. It ends if nothing is generated within" in shown
-        assert "no rank is there that generates, and no node has joined for 3." in shown, shown
+        assert "no rank generates, and no node has joined for 3." in shown, shown
 
 
 def test_a_run_that_cannot_let_nodes_join_is_refused_at_once(

@@ -147,7 +147,7 @@ def test_a_run_without_ranks_that_generate_waits_for_a_node_to_join(tmp_path: Pa
             finally:
                 node.kill()
             assert first.wait() == StallError.exit_code, first.output[-3000:]
-    assert "no rank is there that generates, and no node has joined (rank 2 has given no sign of life" in first.output
+    assert "no rank generates, and no node has joined (rank 2 has given no sign of life" in first.output
     assert len(metrics_of(tmp_path / "runs/run")) > steps
 
 
