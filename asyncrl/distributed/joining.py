@@ -47,7 +47,7 @@ class Joined:
 
 
 class Entrance:
-    """Rank 0's end. Create it before the line opens."""
+    """Answers nodes that join, on rank 0. Create it before the line opens."""
 
     def __init__(self, line: LineServer, ranks: int, note: Callable[[str], None]) -> None:
         """`ranks`: the number of ranks of the launcher. `note`: prints a line."""
@@ -56,7 +56,7 @@ class Entrance:
         line.on(JOIN, self._answer)
 
     def open(self, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """Answer from now on. `describe()`: the fields of `Joined` that are the same for every node; it may refuse by an error."""
+        """Answer from now on. `describe()`: the fields of `Joined` that are the same for every node. Its error refuses the node."""
         self._describe.set_result(describe)
 
     async def _answer(self, peer: str, node: Mapping[str, Any], _: object) -> tuple[dict[str, Any], tuple[()]]:

@@ -321,8 +321,8 @@ class Reservation:
         return entry.trainer
 
     def arrive(self, ticket: Ticket, sender: int, rank: int) -> bool:
-        """The group of `sender` is at `rank` from now on. False if `sender` has no such group any more. It may be called again.
-        Errors: LedgerError if `sender` is lost."""
+        """The group of `sender` is at `rank` from now on. False if `sender` has no such group any more. A repeated call has
+        the same result. Errors: LedgerError if `sender` is lost."""
         self._check_not_lost(sender)
         entry = self.entries.get(ticket.group_id)
         if entry is None or entry.ticket != ticket or entry.rank not in (sender, rank):
@@ -413,7 +413,7 @@ class Reservation:
         return tickets
 
     def release(self, turn: int, rank: int = 0) -> bool:
-        """This rank's engines have the weights that follow `turn`. True if slots came free: all ranks' engines have them."""
+        """This rank's engines have the weights that follow `turn`. True if slots came free: all engines have these weights."""
         if not self.has_engine(rank):
             return False
         if not self.acknowledged[rank] <= turn < self.turn:

@@ -122,7 +122,7 @@ class Roles:
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """The ranks that only generate. They receive weights."""
+        """The ranks that only generate, and so receive weights."""
         return tuple(rank for rank in self.generate if rank not in self.train)
 
     @property

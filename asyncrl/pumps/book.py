@@ -95,7 +95,7 @@ class GroupBook:
         self.store.unclaim(ticket.group_id)
 
     def clear(self, group_ids: Iterable[int]) -> None:
-        """Clear the rows and end the leases of these groups: their step was applied, or another rank has them."""
+        """Clear the rows and release the leases of these groups: their step was applied, or another rank has them."""
         ids = tuple(group_ids)
         self.store.clear(ids)
         self._notify_end(ids)

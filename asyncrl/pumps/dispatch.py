@@ -229,7 +229,7 @@ class Dispatch:
         return scored
 
     def _shares(self, rows: Sequence[int], peers: Sequence[str]) -> dict[str, Sequence[int]]:
-        """A rank plays rows in proportion to the groups that it has played since the last evaluation. A slow rank plays fewer."""
+        """A rank plays rows in proportion to the groups that it has played since the last evaluation, a slow rank fewer rows."""
         parts = [*accumulate(1 + self._recent[peer] for peer in peers)]
         ends = [0, *(len(rows) * part // parts[-1] for part in parts)]
         self._recent.clear()

@@ -213,7 +213,7 @@ class Graph:
         self._generation_scope.cancel()
 
     def on_finish(self, callback: Callable[[], None]) -> None:
-        """Register a callback for the end of the training pumps. It is called at once if they have ended."""
+        """Register a callback for the end of the training pumps. The callback is called at once if they have ended."""
         if self._finished.is_set():
             callback()
         else:
