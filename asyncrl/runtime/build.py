@@ -218,7 +218,7 @@ def _limits(run: OpenRun) -> Limits:
     policy, config = run.policy, run.config
     # A trajectory is not split over microbatches. A larger trajectory needs more memory than was predicted.
     whole = max(row_limit(config), config.train.tokens_per_microbatch)
-    if (model := run.model) is not None:
+    if (model := run.model_description) is not None:
         return Limits(whole=whole, vocabulary=model["vocabulary"], routes=model["routes"] and tuple(model["routes"]))
     if policy is None:
         return Limits(whole=whole)

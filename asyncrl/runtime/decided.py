@@ -130,7 +130,7 @@ def choose_dtype(
         return config, torch.device("cpu"), ()
     cards = cards or Cards()
     device = choose_device(config.model.device, local_rank, ranks, cards)
-    saved = _saved(config)
+    saved = _saved_config(config)
     dtype, reason = config.model.dtype, "model.dtype"
     if dtype == "auto":
         dtype, reason = best_dtype(device, cards)
@@ -209,7 +209,7 @@ def check_chosen(config: Config, first: dict[str, str], rank: int) -> None:
             )
 
 
-def _saved(config: Config) -> Config | None:
+def _saved_config(config: Config) -> Config | None:
     """The configuration of the run that is resumed, or None for a new run."""
     directory = RunDirectory(config)
     return load_config([directory.config_file]) if directory.resumes and directory.config_file.exists() else None

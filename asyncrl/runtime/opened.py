@@ -91,7 +91,7 @@ class RunSummary:
 class OpenRun:
     """The parts of an open run. `opening.open_run` sets the attributes below."""
 
-    # In the order of the opening. A dry run has no policy, core, rates, verdict, round, reward models and model.
+    # In the order of the opening. A dry run has no policy, core, rates, verdict, round, reward models and model description.
     saved: SavedRun | None = None  # the checkpoint that is resumed
     journal: Journal
     lanes: tuple[Any, ...]  # ThreadLane | SimulatedLane; the first is the trainer's
@@ -106,7 +106,7 @@ class OpenRun:
     reward_models: Sequence[RewardModel] = ()  # in the order of `reward.model`, on the first lane
     # On rank 0: the first rank that has loaded its reward models, and their fingerprints.
     first_rewards: tuple[int, list[str]] | None = None
-    placed: str = ""  # a sentence: device and threads of the engine
+    placement_line: str = ""  # a sentence: device and threads of the engine
     line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
     ledger: LineLedger | None = None  # made with the line
     positions: Positions | None = None  # made with the line, on ranks that train
@@ -114,7 +114,8 @@ class OpenRun:
     dispatch: Dispatch | None = None
     remote: Remote | None = None
     follower: Follower | None = None
-    model: Mapping[str, Any] | None = None  # from `workers.describe_model`, on ranks that only generate
+    # From `workers.describe_model`, on ranks that only generate.
+    model_description: Mapping[str, Any] | None = None
     orders: ServedOrders | None = None  # on rank 0
     entrance: Entrance | None = None  # on rank 0, if nodes may join
     connections: Connections
@@ -168,7 +169,7 @@ class OpenRun:
 
     def make_pumps(self, held_out: list[Prompt]) -> None:
         """Make the pumps. `held_out`: the prompts of evaluations; empty without evaluations."""
-        newest_evaluated = self.saved.evaluated if self.saved else -1  # -1: no version was evaluated
+        newest_evaluated = self.saved.newest_evaluated if self.saved else -1
         steps = self._at_version, self._on_step, self._catch_up
         self.graph = Graph(self.ports, self.prompts, held_out, *steps, newest_evaluated, self.apart)
         self.graph.on_finish(self.listeners.close)

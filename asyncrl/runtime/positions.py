@@ -53,13 +53,13 @@ _KEPT = 3  # versions of each rank
 
 class Positions:
     """`line`: the server of rank 0, or this rank's client of that server. Rank 0 must make its `Positions` before others connect.
-    `names`: the numbers of the ranks that train. `rank`: this rank's index in `names`. All ranks here are such indices, except
+    `numbers`: the numbers of the ranks that train. `rank`: this rank's index in `numbers`. All ranks here are such indices, except
     in messages."""
 
-    def __init__(self, line: LineServer | LineClient, rank: int, names: Sequence[int]) -> None:
+    def __init__(self, line: LineServer | LineClient, rank: int, numbers: Sequence[int]) -> None:
         self._line = line
-        self._rank, self._names = rank, names
-        self._ranks = range(len(names))
+        self._rank, self._numbers = rank, numbers
+        self._ranks = range(len(numbers))
         self._announced: int | None = None  # the newest version that this rank has announced
         self._stop_deadline = math.inf  # of all waits; set by `hurry`
         # On rank 0. By rank: version -> (state, JSON of the replay buffer); the state in the checkpoint that is resumed.
@@ -141,12 +141,12 @@ class Positions:
             while len(self._departures) < len(self._ranks):
                 await self._changed.wait()
         assert isinstance(self._line, LineServer)
-        connected = [f"rank {self._names[self._rank]}"]
+        connected = [f"rank {self._numbers[self._rank]}"]
         connected += [name for name, silence_s in self._line.silences().items() if not silence_s]
-        missing = [number for number in self._ranks if number not in self._departures]
+        missing = [index for index in self._ranks if index not in self._departures]
         # A rank that is connected may only be slow. If all missing ranks are connected, one of them hangs.
-        lost = [number for number in missing if f"rank {self._names[number]}" not in connected] or missing
-        departures = [[number, record.version, record.stopped_by] for number, record in self._departures.items()]
+        lost = [index for index in missing if f"rank {self._numbers[index]}" not in connected] or missing
+        departures = [[index, record.version, record.stopped_by] for index, record in self._departures.items()]
         return [departures, lost], ()
 
     async def gather(
@@ -175,7 +175,7 @@ class Positions:
         if absent:
             raise CheckpointError(
                 f"the checkpoint of version {version} was not written: not every rank announced its position in its prompts "
-                f"(waited for {[self._names[rank] for rank in absent]}: {failure}); earlier checkpoints are unchanged"
+                f"(waited for {[self._numbers[rank] for rank in absent]}: {failure}); earlier checkpoints are unchanged"
             )
         received = [self._states[rank].get(version, (None, None))[1] if has_replay else None for rank in self._ranks]
         replays = await offload(lambda: [orjson.loads(each or b"null") for each in received[1:]], "replay")
@@ -201,7 +201,7 @@ class Positions:
         while missing := lacking():
             wrong = [rank for rank, record in self._departures.items() if record.version != version]
             if wrong and (sharded or {*wrong} >= {*missing}):
-                return f"ranks {[self._names[rank] for rank in wrong]} ended at another version"
+                return f"ranks {[self._numbers[rank] for rank in wrong]} ended at another version"
             left_s = min(started + timeout_s, self._stop_deadline) - awake.now()
             if left_s <= 0:
                 stopped = ", and this run is being stopped" if self._stop_deadline < started + timeout_s else ""

@@ -62,7 +62,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     transformers_logging.disable_progress_bar()  # a bar would break the live view
     run.stages.show("measuring prompts and memory")
     placement = await offload(lambda: place(config, device, world, parameter_count(config.model)), "placement")
-    run.placed = placement.line
+    run.placement_line = placement.line
     # Before the weights are read, which may take minutes.
     require = partial(require_context, path=None, siblings=config.distributed.context)
     await offload(lambda: require(describe_module(config.model).config), "model")

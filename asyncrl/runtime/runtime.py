@@ -257,7 +257,7 @@ class Runtime:
     def announce(self) -> None:
         """Print the first lines of the run: sizes, placement, the model's path, warnings."""
         run, path = self._require_run("announce"), self.directory.path if self.directory else None
-        for line in announcement(self.config, path, run.verdict, run.placed, rows=run.decided.row_count):
+        for line in announcement(self.config, path, run.verdict, run.placement_line, rows=run.decided.row_count):
             self.note(line)
 
     def summary(self) -> RunSummary:

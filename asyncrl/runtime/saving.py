@@ -57,7 +57,7 @@ class SavedRun:
     """The checkpoint of a run that is resumed."""
 
     checkpoint: Checkpoint
-    evaluated: int  # the newest evaluated version; -1: none
+    newest_evaluated: int  # a version; -1: none was evaluated
 
     @classmethod
     def to_resume(cls, config: Config, directory: RunDirectory | None) -> SavedRun | None:
@@ -269,7 +269,7 @@ class Checkpointer:
             return None, []
         departures, lost = await self._positions.leave(version, stopped_by)
         stop_signal = next((departure.stopped_by for departure in departures.values() if departure.stopped_by), None)
-        return stop_signal, [self._world.roles.train[number] for number in lost]
+        return stop_signal, [self._world.roles.train[index] for index in lost]
 
     async def at_end(
         self,

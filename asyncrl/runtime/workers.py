@@ -86,7 +86,7 @@ async def open_generating(run: OpenRun, placement: Placement, kv_positions: int)
     of later versions. The rank reads no weights from files. Errors: RankLost, and those of `open_workers`."""
     orders = LineOrders(cast(LineClient, run.line))
     with run.recorder.wait("runtime", "the model", on="rank 0", cause="start"):
-        run.model = model = await orders.model()
+        run.model_description = model = await orders.model()
     placement = await take_engine(run, placement, model["engine"])
     if (here := run.decided.device.type) != model["device"]:
         raise ConfigError(
@@ -147,7 +147,7 @@ async def take_engine(run: OpenRun, placement: Placement, engine: str) -> Placem
         return placement
     config, device, world = run.config, run.decided.device, run.world
     placement = await offload(lambda: place(config, device, world, parameter_count(config.model)), "placement")
-    run.placed = placement.line
+    run.placement_line = placement.line
     await run.lanes[0].run(lambda: torch.set_num_threads(placement.trainer_threads), name="start/threads")
     return placement
 

@@ -382,7 +382,7 @@ async def test_a_run_generates_with_the_embedded_engine_on_the_plain_path(
     monkeypatch.setattr("asyncrl.runtime.placement._reason_for_embedded", lambda config, device: None)
     settings = (*plain_for_vllm, "model.dtype=float32", "train.max_steps=2", "telemetry.live=plain")
     async with Runtime(config_of(tmp_path, *settings, base=REAL)) as runtime:
-        assert "generation: shared, on the trainer's cpu (auto: no second device)" in runtime.built.placed
+        assert "generation: shared, on the trainer's cpu (auto: no second device)" in runtime.built.placement_line
         assert (await runtime.run()).version == 2
     assert PLAIN in "".join(capfd.readouterr())
 
