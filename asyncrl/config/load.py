@@ -60,7 +60,8 @@ def load_config(files: Sequence[str | os.PathLike[str]] = (), overrides: Sequenc
 
 def parquet_shards(path: Path) -> list[Path]:
     """The shards of `path`: `data/train-00000-of-00002.parquet`, ... for `data/train`."""
-    files = sorted(path.parent.glob(f"{glob.escape(path.name)}-*-of-*.parquet"))
+    # `Path.glob` and `Path.exists` raise for a name that is too long, and their namesakes in `os.path` do not.
+    files = sorted(path.parent.glob(f"{glob.escape(path.name)}-*-of-*.parquet")) if os.path.isdir(path.parent) else []
     return [file for file in files if (shard := SHARD.fullmatch(file.name)) and shard[1] == path.name]
 
 
@@ -163,7 +164,7 @@ def _make_absolute(value: Any, name: str, folder: Path) -> Any:
     if not file.endswith(".py"):
         file, colon, attribute = value, "", ""
     path = folder / (expand_home(file) or "")
-    return os.path.normpath(path) + colon + attribute if path.exists() or parquet_shards(path) else value
+    return os.path.normpath(path) + colon + attribute if os.path.exists(path) or parquet_shards(path) else value
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:

@@ -134,7 +134,7 @@ def open_rows(file: str | os.PathLike[str]) -> PromptRows:
 def is_local(source: str | os.PathLike[str]) -> bool:
     """Whether `open_rows` finds a file or directory at this path, readable or not."""
     path = Path(source).expanduser()
-    return path.exists() or bool(parquet_shards(path))
+    return os.path.exists(path) or bool(parquet_shards(path))
 
 
 def digest(rows: PromptRows, column: str) -> int:

@@ -75,7 +75,7 @@ def kind_of(source: str) -> Literal["file", "hub", "code"]:
     """The kind of source that a value of `data.train` means. A missing file is a `file`. Opens nothing."""
     module, colon, _ = source.rpartition(":")
     first_folder, _, _ = source.partition("/")
-    if is_local(source) or (not colon and (Path(first_folder).is_dir() or Path(source).suffix.lower() in ENDINGS)):
+    if is_local(source) or (not colon and (os.path.isdir(first_folder) or Path(source).suffix.lower() in ENDINGS)):
         return "file"
     if _HUB.fullmatch(source) and not module.endswith(".py"):
         return "hub"

@@ -214,6 +214,10 @@ def test_paths_with_colons_lists_and_paths(tmp_path: Path, monkeypatch: pytest.M
     for missing in ("train/gone.jsonl", "data/gone", "gone", "./gone", "a/b/c"):  # none is looked for on the hub
         with pytest.raises(DataError, match=rf"file {Path(missing)} does not exist \(looked from"):
             load_rows(missing)
+    (tmp_path / "x.yaml").write_text(f"data: {{train: {'x' * 300}}}\n")
+    for too_long in (load_config([tmp_path / "x.yaml"]).data.train, f"{'x' * 300}/y.jsonl"):
+        with pytest.raises(DataError, match=r"cannot be read: .* File name too long"):
+            load_rows(too_long)
 
 
 def test_shards_beside_the_yaml_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
