@@ -9,13 +9,13 @@ runs/<name>/
   trace.json           opens in Perfetto
   nodes.json           the ranks of a run with several ranks (nodes.py)
   profile/rank_N.json  under telemetry.profile, on a CPU
-  report.html
+  report.html, plan.txt: the report, and the text of a dry run
   workers/worker-N.log output of generation workers; in a folder rank_R/ per rank if there are several ranks
   checkpoints/step_N/  Hugging Face format, with the trainer's state in `state/`; `checkpoints/latest` links to the newest
 runs/<name>.<when>/    an old run that `run.overwrite` moved aside; the newest two are kept
 
-Guarantee: a file that no run of this name wrote is never overwritten, moved or removed. If `runs/<name>` is a link to a directory,
-the link is kept, and an old run is moved aside within the parent of the linked directory.
+Guarantee: a file that no run of this name wrote is never overwritten, moved or removed, except plan.txt. If `runs/<name>` is a link
+to a directory, the link is kept, and an old run is moved aside within the parent of the linked directory.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class RunDirectory:
             )
         if _name_in(self.config_file) is not None and self.checkpoints.is_dir():
             return
-        for path in (self.config_file, self.metrics, self.rollouts, self.trace, self.report):
+        other_files = self.path / "job.json", self.path / "nodes.json"
+        for path in (self.config_file, self.metrics, self.rollouts, self.trace, self.report, *other_files):
             if path.exists():
                 raise ConfigError(
                     f"{self.path} is not the directory of a run (config.yaml and checkpoints/), and a run would write over its "
@@ -149,7 +150,8 @@ class RunDirectory:
         for folder in (self.checkpoints, self.rollouts):
             if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-        for name, text in (("job.json", orjson.dumps(this_start()).decode()), ("config.yaml", to_yaml(config))):
+        # config.yaml is first: `refuse_foreign` takes a lone job.json for a file that no run wrote.
+        for name, text in (("config.yaml", to_yaml(config)), ("job.json", orjson.dumps(this_start()).decode())):
             partial = self.path / f"{name}.partial"
             partial.write_text(text, encoding="utf-8")
             # The next start reads the file, so a kill must not leave half of it.

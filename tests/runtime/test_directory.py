@@ -358,7 +358,10 @@ def test_only_what_an_overwrite_has_moved_aside_is_removed(tmp_path: Path) -> No
     assert len(names) == 1 + len(others) + len(aside) + 1 + 2 and sum("removed" in line for line in said) > 0
 
 
-@pytest.mark.parametrize("file", ["config.yaml", "report.html", "metrics.jsonl", "rollouts/step_1.jsonl", "trace.json"])
+@pytest.mark.parametrize(
+    "file",
+    ["config.yaml", "report.html", "metrics.jsonl", "rollouts/step_1.jsonl", "trace.json", "job.json", "nodes.json"],
+)
 def test_files_that_no_run_wrote_are_not_written_over(tmp_path: Path, file: str) -> None:
     mine = tmp_path / "exp" / file
     mine.parent.mkdir(parents=True)
