@@ -26,7 +26,7 @@ from .records import Cause, Interval, TraceEvent, Wait, Window
 from .samples import Reduce, Samples
 
 LANE_PREFIX = "lane:"
-# The longest time until the records of another process arrive.
+# Records of another process usually arrive within this time.
 REMOTE_DELAY_S = 0.25
 # Names of actors that run the user's code. A `Recorder.watch` of a hook names it "hook NAME".
 _USER_CODE = ("the environment", "the program", "hook ")
@@ -205,9 +205,9 @@ class Recorder:
         """
         return Span(self, what, who, args or None, None, "loop")
 
-    def wait(self, who: str, what: str, *, on: str, cause: Cause) -> WaitSpan:
-        """`who` ("train pump") waits for `what` ("a whole group") from `on` ("score pump")."""
-        return WaitSpan(self, who, what, on, cause)
+    def wait(self, who: str, what: str, *, on: str, cause: Cause | None) -> WaitSpan:
+        """`who` ("train pump") waits for `what` ("a whole group") from `on` ("score pump"). `cause` None: not idle time."""
+        return WaitSpan(self, who, what, on, cause or "")
 
     def watch(self, who: str, what: str, *, on: str) -> WatchSpan:
         """The calling task waits for work of `on` that may hang, such as user code. Listed in `active_waits`, for the watchdog.
@@ -433,7 +433,8 @@ class Recorder:
         with self._lock:
             end = self.clock()
             self._waits.pop(id(wait), None)
-            self._store(self._idle, Interval(wait.cause, None, wait.since, end))
+            if wait.cause:
+                self._store(self._idle, Interval(wait.cause, None, wait.since, end))
             args = {"what": wait.what, "on": wait.on, "cause": wait.cause}
             track = _GROUP_NAME.sub("groups", wait.who)
             if track != wait.who:

@@ -167,7 +167,7 @@ def _timeline_rows(
         args = event.get("args") or {}
         is_wait = event.get("cat") == "wait"
         key = f"idle/{args.get('cause')}" if is_wait else kind_of(name)
-        detail = f"on {args.get('on')} ({args.get('cause')})" if is_wait else ""
+        detail = f"on {args.get('on')} ({args.get('cause') or 'no cause'})" if is_wait else ""
         begin = max(event["ts"], start)
         duration = round(event["ts"] + event["dur"] - begin, 1)
         span = [round(begin, 1), duration, table.setdefault(name, len(table)), key, detail]

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 import pytest
 
+from asyncrl.telemetry.budget import lane_budget
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 
@@ -115,3 +116,25 @@ async def test_the_depth_and_who_waits_are_recorded() -> None:
         assert wait.on == "the receiver of queue scored"
         await receiver.get()
     assert recorder.active_waits() == []
+
+
+async def test_a_receiver_without_work_is_no_cause_of_idle_time() -> None:
+    recorder = Recorder()
+    recorder.register_lane("lane")
+    receiver: QueueReceiver[int]
+    sender, receiver = open_queue("scored", 1, recorder)
+
+    async def consume() -> None:
+        async with receiver:
+            assert [item async for item in receiver] == []
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(consume)
+        await anyio.wait_all_tasks_blocked()
+        assert [wait.what for wait in recorder.active_waits()] == ["an item"]
+        with recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
+            await anyio.wait_all_tasks_blocked()
+        during = lane_budget(recorder.take_window(), "lane")
+        sender.close()
+    assert set(during.idle) == {"slots", "unexplained"}
+    assert set(lane_budget(recorder.take_window(), "lane").idle) == {"unexplained"}

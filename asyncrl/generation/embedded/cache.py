@@ -1,7 +1,7 @@
 """The key/value cache of the embedded engine. plans.py has the attention plans that read it.
 
 One buffer is allocated at the start and never grows: `[layers, 2, rows, K, positions, D]`, where rows x positions is at most the
-budget of the engine (`engine.kv_positions`) and a row is as long as the longest running sequence needs. A longer sequence, or
+budget of the engine (`engine.kv_positions`) and a row is at least as long as the longest sequence needs. A longer sequence, or
 more sequences, change that shape (`fit`) and move the cached positions. Running sequences occupy rows [0..n) without holes,
 so a decode step attends over a view of the buffer: nothing is gathered, nothing is expanded for grouped heads (the G = H / K
 queries that share a key head are G query positions of one attention call).

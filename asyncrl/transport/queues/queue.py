@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def record_wait(recorder: Recorder | None, need: str, source: str, cause: Cause) -> AbstractContextManager[object]:
+def record_wait(
+    recorder: Recorder | None, need: str, source: str, cause: Cause | None
+) -> AbstractContextManager[object]:
     """A context in which the recorder shows that the current task waits for `need` from `source`."""
     if recorder is None:
         return nullcontext()
@@ -52,8 +54,8 @@ class _QueueEnd(Generic[T]):
         if self._recorder is not None:
             self._recorder.gauge(f"queue/{self._name}/depth", self._stream.statistics().current_buffer_used)
 
-    def _record_wait(self, need: str, source: str) -> AbstractContextManager[object]:
-        return record_wait(self._recorder, need, f"{source} of queue {self._name}", "group")
+    def _record_wait(self, need: str, source: str, cause: Cause | None) -> AbstractContextManager[object]:
+        return record_wait(self._recorder, need, f"{source} of queue {self._name}", cause)
 
     def close(self) -> None:
         """Close this end, which all tasks on this side share. Closing twice is fine."""
@@ -81,7 +83,7 @@ class QueueSender(_QueueEnd[T]):
         try:
             self._stream.send_nowait(item)
         except anyio.WouldBlock:
-            with self._record_wait("room", "the receiver"):
+            with self._record_wait("room", "the receiver", "group"):
                 await self._stream.send(item)
         self._record_depth()
 
@@ -96,7 +98,8 @@ class QueueReceiver(_QueueEnd[T]):
         try:
             item = self._stream.receive_nowait()
         except anyio.WouldBlock:
-            with self._record_wait("an item", "a sender"):
+            # No cause of idle time: a receiver without work would hide the causes of other tasks.
+            with self._record_wait("an item", "a sender", None):
                 item = await self._stream.receive()
         self._record_depth()
         return item

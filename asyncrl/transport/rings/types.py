@@ -38,7 +38,7 @@ class RingStatistics:
     reclaimed: int = 0  # rings freed
     refused: int = 0  # producers refused
     pauses: int = 0  # times that `accept` found no free descriptor
-    damaged: int = 0  # rings and segments renamed as damaged
+    damaged: int = 0  # messages about damaged segments
 
 
 class Delivery:
