@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 Cause: TypeAlias = Literal[
     "slots",  # the rollout pump waits for a slot
-    "group",  # a pump waits for a group, a record or room in a queue
+    "group",  # a pump waits for a group, or for room in a queue
     "requests",  # an engine has no requests
     "reward",  # a task waits for a reward worker
     # An environment, a tool, a producer or the embedding program must act, and the engine has no request.

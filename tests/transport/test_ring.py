@@ -19,6 +19,7 @@ from transport_records import SMALL, groups, pair, planned, whole
 
 from asyncrl.errors import LifecycleError, RecordTooLarge, RingDetached, RingFull
 from asyncrl.records.layout import HEADER
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport import rendezvous
 from asyncrl.transport.rings.producer import AsyncProducer, Producer
 from asyncrl.transport.rings.record_ring import RecordRing
@@ -42,6 +43,19 @@ async def test_records_arrive_whole_in_order_and_leave_when_released(name: str) 
         assert producer.statistics().bytes_held == 0
         s = ring.statistics()
         assert (s.records, s.released, s.outstanding, s.torn, s.duplicates, s.producers) == (5, 5, 0, 0, 0, 1)
+
+
+@both_loops
+async def test_a_wait_for_a_record_is_no_cause_of_idle_time(name: str) -> None:
+    """A run that also generates would otherwise never show its own causes."""
+    async with pair(name) as (ring, producer):
+        ring.recorder = recorder = Recorder()
+        taken = asyncio.ensure_future(ring.get())
+        await asyncio.sleep(0)
+        assert [wait.what for wait in recorder.active_waits()] == ["a record"] and not recorder.take_window().idle
+        await producer.put(planned(0))
+        (await taken).release()
+        assert not recorder.take_window().idle
 
 
 @both_loops

@@ -249,7 +249,7 @@ class RecordRing:
             if self.recorder is None:
                 await wait_for_wake(self._getters)
             else:
-                with record_wait(self.recorder, "a record", f"a producer of ring {self.name}", "group"):
+                with record_wait(self.recorder, "a record", f"a producer of ring {self.name}", None):
                     await wait_for_wake(self._getters)
 
     def publish_version(self, version: int) -> None:
