@@ -348,9 +348,7 @@ class VllmEngine(OwnedEngine):
         """The salt of the blocks that the request may share, and `RunningRequest.base`."""
         prompt = running.request.prompt_ids
         prefixes = [] if running.session is None else self._prefixes.get(running.session, [])
-        versions = [
-            prefix.version for prefix in prefixes if np.array_equal(prompt[: prefix.tokens.size], prefix.tokens)
-        ]
+        versions = [kept.version for kept in prefixes if np.array_equal(prompt[: kept.tokens.size], kept.tokens)]
         # If nothing is kept, a request that continues an earlier request must not find its blocks by accident.
         if versions and self._kept_max_age is None:
             return name, None

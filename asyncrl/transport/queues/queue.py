@@ -30,14 +30,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def record_wait(
-    recorder: Recorder | None, need: str, source: str, cause: Cause | None
-) -> AbstractContextManager[object]:
-    """A context in which the recorder shows that the current task waits for `need` from `source`."""
+def record_wait(recorder: Recorder | None, need: str, on: str, cause: Cause | None) -> AbstractContextManager[object]:
+    """A context in which the recorder shows that the current task waits for `need` from `on`."""
     if recorder is None:
         return nullcontext()
     task = asyncio.current_task()
-    return recorder.wait(task.get_name() if task else "?", need, on=source, cause=cause)
+    return recorder.wait(task.get_name() if task else "?", need, on=on, cause=cause)
 
 
 class _QueueEnd(Generic[T]):

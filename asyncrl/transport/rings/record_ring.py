@@ -246,11 +246,8 @@ class RecordRing:
                     pass
                 except anyio.ClosedResourceError:
                     raise end_error from None
-            if self.recorder is None:
+            with record_wait(self.recorder, "a record", f"a producer of ring {self.name}", None):
                 await wait_for_wake(self._getters)
-            else:
-                with record_wait(self.recorder, "a record", f"a producer of ring {self.name}", None):
-                    await wait_for_wake(self._getters)
 
     def publish_version(self, version: int) -> None:
         """Publish the policy version to all producers."""
