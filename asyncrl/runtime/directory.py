@@ -14,8 +14,8 @@ runs/<name>/
   checkpoints/step_N/  Hugging Face format, with the trainer's state in `state/`; `checkpoints/latest` links to the newest
 runs/<name>.<when>/    an old run that `run.overwrite` moved aside; the newest two are kept
 
-Guarantee: a file that no run of this name wrote is never overwritten, moved or removed, except plan.txt. If `runs/<name>` is a link
-to a directory, the link is kept, and an old run is moved aside within the parent of the linked directory.
+Guarantee: a file that no run of this name wrote is not overwritten, except plan.txt. `run.overwrite` removes no old run with such a
+file beside the run's own files. If `runs/<name>` is a link, the link is kept, and an old run moves beside the link's target.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ from .lock import DirectoryLock
 KEPT_ASIDE = 2
 # `run.overwrite` writes this file, with the new name, into an old run. A directory without this file is never removed.
 MARK = ".moved-aside"
-FOLDERS = {"rollouts", "workers", "checkpoints", "profile", "tensorboard", "wandb"}  # of a run
+# The directories and files of a run.
+FOLDERS = {"rollouts", "workers", "checkpoints", "profile", "tensorboard", "wandb"}
+FILES = {
+    "config.yaml", ".lock", "job.json", "metrics.jsonl", "metrics.discarded.jsonl", "trace.json", "nodes.json", "report.html",
+    "plan.txt", "sinks.json", MARK,
+}  # fmt: skip
 
 
 class RunDirectory:
@@ -171,7 +176,7 @@ class RunDirectory:
             raise ConfigError(
                 f"{self.path} holds the run {old_name!r}, not {name!r}: run.overwrite does not move it; do that yourself"
             )
-        if foreign := _foreign_directories(self.real):
+        if foreign := _foreign_paths(self.real, files=False):
             raise ConfigError(
                 f"{self.path} holds {foreign}, which is another run or a directory or link that no run made: "
                 "run.overwrite would move it, too; move it yourself, or choose another run.name"
@@ -187,7 +192,7 @@ class RunDirectory:
         self._lock.acquire()
         lines = [f"run.overwrite: the run that was here is now {target}; the newest {KEPT_ASIDE} such runs are kept"]
         for old in moved_before[: max(len(moved_before) + 1 - KEPT_ASIDE, 0)]:
-            if foreign := _foreign_directories(old):
+            if foreign := _foreign_paths(old, files=True):
                 lines.append(f"run.overwrite: the older run {old} is kept: no run made its {foreign}")
                 continue
             shutil.rmtree(old)
@@ -205,11 +210,15 @@ class RunDirectory:
         return sorted(ages, key=lambda path: ages[path])
 
 
-def _foreign_directories(run: Path) -> str:
-    """Names of the directories in `run` that the run did not make: other runs, links, and directories of people."""
-    paths = (path for path in run.iterdir() if path.is_dir())
-    foreign = (p for p in paths if p.name not in FOLDERS or p.is_symlink() or (p / "config.yaml").exists())
-    return ", ".join(sorted(path.name for path in foreign))
+def _foreign_paths(run: Path, *, files: bool) -> str:
+    """Names of what the run did not make in `run`: directories of people, other runs, links, and with `files` also files."""
+
+    def is_foreign(path: Path) -> bool:
+        own = FOLDERS if path.is_dir() else FILES
+        is_own = path.name.removesuffix(".partial") in own and not path.is_symlink()
+        return not is_own or (path / "config.yaml").exists()
+
+    return ", ".join(sorted(path.name for path in run.iterdir() if (files or path.is_dir()) and is_foreign(path)))
 
 
 def _text(file: Path) -> str | None:

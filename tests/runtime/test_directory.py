@@ -340,7 +340,8 @@ def test_another_run_or_a_link_within_is_not_moved(tmp_path: Path, within: str) 
     assert inner.exists() and sorted(os.listdir(tmp_path)) == ["exp", "larger disk"][: 1 + inner.is_symlink()]
 
 
-def test_only_what_an_overwrite_has_moved_aside_is_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_only_what_an_overwrite_has_moved_aside_is_removed(tmp_path: Path, make: Callable[[Path], None]) -> None:
     others = ["exp.2", "exp.20260101-000000", "exp.20260101-000000-2"]
     for name in others:
         life(tmp_path, name)
@@ -349,7 +350,7 @@ def test_only_what_an_overwrite_has_moved_aside_is_removed(tmp_path: Path) -> No
     aside = sorted(each.name for each in tmp_path.iterdir() if each.name not in ("exp", *others))
     shutil.copytree(tmp_path / aside[0], tmp_path / "exp.20250101-000000")  # a copy for safe-keeping
     opened(tmp_path, aside[1], "resume=true", f"run.name={aside[1]}")[0].close()  # somebody goes on with it
-    (tmp_path / aside[0] / "paper").mkdir()
+    make(tmp_path / aside[0] / "paper")
     said = [line for _ in range(4) for line in life(tmp_path)]
     assert re.search(f"the run that was here is now {tmp_path}/exp.2.*; the newest 2 such runs are kept", said[0])
     names = {each.name for each in tmp_path.iterdir()}
