@@ -427,6 +427,4 @@ def _name_in_use_error(name: str, *, locked: bool = False) -> TransportError:
             f"{path} exists and nobody owns it: adopt it, or remove it with `asyncrl shm clear {name}`"
         )
     holder = f"process {pid}" if pid else "a process that cannot be seen from here"
-    return ArenaOwned(
-        f"{path} is owned by {holder}, which lives (perhaps stopped); use another name, or end that process"
-    )
+    return ArenaOwned(f"{path} is owned by {holder}, which lives (perhaps stopped); end it or use another name")
