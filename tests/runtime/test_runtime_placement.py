@@ -304,9 +304,10 @@ SERVED = (f"model.path={VLLM_MODEL}:build_wide", "model.dtype=bfloat16")
     ("device", "installed", "overrides", "engine", "why"),
     [
         (GPU, "0.32.1", (), "vllm", "vLLM 0.32.1 is installed, and every setting works with it"),
+        (GPU, "0.33.0", (), "vllm", "vLLM 0.33.0 is installed, and every setting works with it"),
         (GPU, "0.32.1", ("generation.placement=worker", "model.lora.rank=4"), "vllm", "vLLM 0.32.1 is installed"),
         (GPU, None, (), "embedded", "vLLM is not installed here"),
-        (GPU, "0.33.0", (), "embedded", "vLLM 0.33.0 is installed here, for which"),
+        (GPU, "0.34.0", (), "embedded", "vLLM 0.34.0 is installed here, for which"),
         (GPU, "0.32.0+cpu", (), "embedded", "vLLM 0.32.0+cpu is installed here, a build for CPUs"),
         (GPU, "0.32.1", ("generation.placement=shared",), "embedded", "nothing generates in workers"),
         (GPU, "0.32.1", ("model.dtype=float32",), "embedded", "model.dtype is float32"),

@@ -1,4 +1,5 @@
-"""The adapter for vLLM 0.32. Only the files `v0_32*.py` use its internals. Another minor version needs its own adapter.
+"""The adapter for vLLM 0.32 and 0.33. Only the files `v0_32*.py` use its internals, and what they use is the same in both versions.
+A minor version with other internals needs its own adapter.
 
 vLLM's engine core runs in this thread, without a process or socket (`InprocClient`). Nothing of it runs between two calls of
 `step`, so weights may be changed then.

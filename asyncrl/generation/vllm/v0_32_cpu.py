@@ -1,4 +1,4 @@
-"""vLLM 0.32 on a CPU: layers that compute with their parameters as they were loaded. Imported where a worker is on a CPU.
+"""vLLM 0.32 and 0.33 on a CPU: layers that compute with their parameters as they were loaded. Imported where a worker is on a CPU.
 
 vLLM would pack the weights of linear layers and experts into copies, which `VllmCore.bind` does not change.
 """

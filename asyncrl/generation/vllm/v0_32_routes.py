@@ -1,4 +1,4 @@
-"""vLLM 0.32: records which experts each token was sent to, in the same blocks and slots as the token's keys and values.
+"""vLLM 0.32 and 0.33: records which experts each token was sent to, in the same blocks and slots as the token's keys and values.
 
 Each router of vLLM reports its choice to a callback; after the forward the choices are written to the slots of the tokens. So a
 cached prompt has the routes with which its keys and values were computed, by whichever request. A reused block is written before

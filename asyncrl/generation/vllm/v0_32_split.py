@@ -1,4 +1,4 @@
-"""vLLM 0.32 with tensor parallelism: one engine over several processes, each with a part of every layer.
+"""vLLM 0.32 and 0.33 with tensor parallelism: one engine over several processes, each with a part of every layer.
 
     the worker    vLLM's scheduler, the sampler, and `SplitExecutor`, which sends each call to the partners
     a partner     another process (v0_32_partner.py), which repeats the calls. vLLM's own collectives connect the layers

@@ -10,7 +10,7 @@ from asyncrl.builds import install
 from asyncrl.config.fields import SPLIT_ENGINE_MESSAGE
 from asyncrl.errors import ConfigError
 
-ADAPTERS = {(0, 32): "v0_32"}  # (major, minor) of vLLM -> module
+ADAPTERS = {(0, 32): "v0_32", (0, 33): "v0_32"}
 # Architectures that `generation.engine: auto` gives to vLLM. `tools/vllm_check` compares them with the embedded engine.
 SERVED = (
     "LlamaForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
