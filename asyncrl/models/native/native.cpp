@@ -2,8 +2,11 @@
 //
 // The kernels are optional. Without them, and for other dtypes and sizes, the callers run torch code, the reference of the tests.
 // Each kernel replaces three to eight passes of torch over memory. In bfloat16 torch also converts before and after each pass.
-// All arithmetic here is float32, and a bfloat16 result is rounded once, at the end. Row sizes are multiples of 16, except the
-// vocabulary. No function allocates, keeps state or throws. The result of one row does not depend on the number of threads.
+// All arithmetic here is float32, and a bfloat16 result is rounded once, at the end. Norms and SwiGLU need rows of a multiple of 16
+// values, and the rotation half a head of a multiple of 16. Decode attention has heads of 16, 32, 64 or 128. The head's kernels,
+// row_softmax, row_softmax_backward and add_widened take any size. library.py checks the sizes (`takes`, `attends`).
+//
+// No function allocates, keeps state or throws. The result of one row does not depend on the number of threads.
 //
 // setup.py builds this file for x86-64-v3 and for -v4, and library.py chooses one. ctypes calls the C functions, so the build
 // depends neither on Python's nor on torch's ABI.
