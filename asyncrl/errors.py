@@ -241,10 +241,11 @@ def name_shortage(error: BaseException, work: str) -> BaseException:
 
 
 def shown(value: object) -> str:
-    """The first 80 characters of `repr(value)`. Python has no `repr` for an integer of more than 4,300 digits, and the answer of a
-    model may have such an integer."""
+    """`repr(value)`; of a longer text the first 80 characters and "...". Python has no `repr` for an integer of more than 4,300
+    digits, and the answer of a model may have such an integer."""
     try:
-        return f"{value!r:.80}"
+        text = repr(value)
+        return text if len(text) <= 80 else f"{text[:80]}..."
     except ValueError:
         return f"{type(value).__name__} with too many digits"
 

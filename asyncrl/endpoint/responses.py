@@ -241,7 +241,7 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[s
         [part] = item["content"]
         at |= {"content_index": 0}
         more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-        yield "response.content_part.added", at | {"part": part | {"text": ""}}
+        yield "response.content_part.added", at | {"part": part | {"text": ""} | {key: [] for key in more}}
         yield f"response.{part['type']}.delta", at | {"delta": part["text"]} | more
         yield f"response.{part['type']}.done", at | {"text": part["text"]} | more
         yield "response.content_part.done", at | {"part": part}

@@ -7,6 +7,7 @@ time is virtual, real or none.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,8 +39,9 @@ class _DryRow:
 class DryRunEngine(OwnedEngine):
     """Implements `ports.Engine` and `ports.WeightSink`.
 
-    length_sigma: standard deviation of the logarithm of the length, whose median is half of a request's max_tokens; 0 gives
-    every completion the median. version_source: returns the current policy version; called on the lane in each decode step.
+    length_sigma: standard deviation of the logarithm of the length, whose median is half of a request's max_tokens, or
+    min_tokens + 1 if that is more; 0 gives this length to all. A request that nothing can stop gets max_tokens.
+    version_source: returns the current policy version; called on the lane in each decode step.
     """
 
     def __init__(
@@ -71,12 +73,14 @@ class DryRunEngine(OwnedEngine):
         random = np.random.default_rng([self._seed, job.request.seed & 0xFFFFFFFFFFFFFFFF])
         median = max(1, sampling.max_tokens // 2)
         drawn = max(sampling.min_tokens + 1, round(median * math.exp(self._length_sigma * random.standard_normal())))
-        stops = drawn < sampling.max_tokens and not sampling.ignore_eos
+        stop_ids = [*sampling.stop_token_ids, *([] if sampling.ignore_eos else [EOS])]
+        stops = drawn < sampling.max_tokens and bool(stop_ids)
         length = drawn if stops else sampling.max_tokens
         tokens = random.integers(0, VOCABULARY, length).astype(np.int32)
-        tokens[tokens == EOS] = (EOS + 1) % VOCABULARY
+        ends = {EOS, *stop_ids}
+        tokens[np.isin(tokens, [*ends])] = next(token for token in itertools.count() if token not in ends)
         if stops:
-            tokens[-1] = sampling.stop_token_ids[0] if sampling.stop_token_ids else EOS
+            tokens[-1] = stop_ids[0]
         logprobs = np.log(np.maximum(random.random(length), LEAST_PROBABILITY)).astype(np.float32)
         return _DryRow(tokens, logprobs, FinishReason.STOP if stops else FinishReason.LENGTH, [])
 

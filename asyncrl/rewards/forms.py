@@ -4,7 +4,7 @@
 |---------------|------------------------------------------------------------------------------------|---------------------|
 | verl          | `compute_score(data_source, solution_str, ground_truth, extra_info=None, ...)`     | once per completion |
 | reasoning-gym | `score_answer(answer, entry)`, a data set with this method, or its factory         | once per completion |
-| TRL           | any other, such as `f(prompts, completions, completion_ids, **columns)`            | once per group      |
+| TRL           | any other, such as `f(prompts, completions, completion_ids, **columns)`            | see `reward.batch`  |
 
 verl: `ground_truth` is the column `ground_truth` or `reward_model["ground_truth"]`, and `extra_info` is {} by default. Every other
 parameter is a column.
@@ -76,10 +76,11 @@ def columns_check(call: Callable[..., Any]) -> Callable[[Collection[str]], None]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in _STARRED]
 
     def check(columns: Collection[str]) -> None:
-        available = {*columns, *RESERVED, *BY_NAME}
-        if missing := [name for name in needed if name not in available]:
+        arguments = {*RESERVED, *BY_NAME}
+        if missing := [name for name in needed if name not in {*columns, *arguments}]:
             raise UsageError(
-                f"it needs {', '.join(map(repr, missing))}, but the row has only: {', '.join(sorted(available))}"
+                f"it needs {', '.join(map(repr, missing))}; the columns of the data are: "
+                f"{_sorted_names({*columns} - arguments)}; a reward function may also take: {_sorted_names(arguments)}"
             )
 
     return check
@@ -129,21 +130,20 @@ def _answer_of(completion: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """The first 80 characters of `repr(value)` and its type, for messages. For an exception: its type and whole text."""
+    """`shown(value)` and its type, for messages. For an exception: its type and whole text."""
     if isinstance(value, Exception):
         return f"{type(value).__name__}: {value}"
-    text = shown(value)
-    return f"{text}{'...' if len(text) == 80 else ''} ({type(value).__name__})"
+    return f"{shown(value)} ({type(value).__name__})"
 
 
 def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> Callable[..., Any]:
     # Parameter name -> whether it has no default.
-    required = {name: p.default is p.empty for name, p in parameters.items() if p.kind not in _STARRED}
-    required.pop("solution_str")
+    is_required = {name: p.default is p.empty for name, p in parameters.items() if p.kind not in _STARRED}
+    is_required.pop("solution_str")
 
     def check(columns: Collection[str], has_nested_truth: bool) -> None:
         available = {*columns, "extra_info", *(["ground_truth"] if has_nested_truth else ())}
-        missing = [name for name, needed in required.items() if needed and name not in available]
+        missing = [name for name, needed in is_required.items() if needed and name not in available]
         if missing:
             alternative = ' (or reward_model with "ground_truth" in it)' if "ground_truth" in missing else ""
             raise UsageError(
@@ -159,7 +159,7 @@ def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Pa
         if has_nested_truth:
             row.setdefault("ground_truth", nested["ground_truth"])  # type: ignore[index]  # `has_nested_truth`: a mapping
         row.setdefault("extra_info", {})
-        arguments = {name: row[name] for name in required if name in row}
+        arguments = {name: row[name] for name in is_required if name in row}
         results = [function(solution_str=_text_of(completion), **arguments) for completion in completions]
         return _collect(results)
 

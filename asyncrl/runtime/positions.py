@@ -31,7 +31,8 @@ from asyncrl.data.prompts import is_prompt, state_after
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import CheckpointError
 
-# `Checkpointer.rank_state` makes it: turn, prompts (the cursor), untrained (group ids), next_group, replay.
+# `Checkpointer.rank_state` makes it: turn, prompts (the cursor), untrained (group ids), next_group, replay. For a sharded
+# checkpoint also shard: the rank's part, or the error in its place.
 RankState = dict[str, Any]
 
 
@@ -62,8 +63,9 @@ class Positions:
         self._ranks = range(len(numbers))
         self._announced: int | None = None  # the newest version that this rank has announced
         self._stop_deadline = math.inf  # of all waits; set by `hurry`
-        # On rank 0. By rank: version -> (state, JSON of the replay buffer); the state in the checkpoint that is resumed.
+        # On rank 0. For each rank: version -> (state, JSON of the replay buffer).
         self._states: list[dict[int, tuple[RankState, bytes | None]]] = [{} for _ in self._ranks]
+        # On rank 0. Rank -> its state in the checkpoint that is resumed.
         self._resumed: Mapping[int, RankState] = {}
         self._departures: dict[int, Departure] = {}
         self._save_after: set[int] = set()  # the versions after these are saved
@@ -154,9 +156,9 @@ class Positions:
     ) -> tuple[list[RankState], list[int]]:
         """Collect the states of all ranks for a checkpoint. Returns (states by rank, ranks that did not announce this version) on
         rank 0, and empty lists on other ranks.
-        `sharded`: all ranks must call `gather`, after writing their parts. Otherwise rank 0 waits up to `wait_s`. Then it uses
-        the newest known state of a rank that did not announce the version, and no replay buffer of a rank that sent none.
-        Errors: CheckpointError."""
+        Rank 0 waits up to `wait_s`; None: `PARTS_TIMEOUT_S` if `sharded`, else `GATHER_TIMEOUT_S`. `sharded`: all ranks must call
+        `gather`, after writing their parts. Otherwise rank 0 then uses the newest known state of a rank that did not announce the
+        version, and no replay buffer of a rank that sent none. Errors: CheckpointError."""
         light = {name: value for name, value in state.items() if name != "replay"}
         has_replay = sharded or state["replay"] is not None
         replay = await offload(lambda: orjson.dumps(state["replay"]), "replay")
@@ -165,8 +167,9 @@ class Positions:
                 await self._send(version, light, replay)
             return [], []
         await self._send(version, light, replay)
-        timeout_s = wait_s or (PARTS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S)
-        failure = await self._wait(version, partial(self._lacking, version, has_replay), timeout_s, sharded=sharded)
+        if wait_s is None:
+            wait_s = PARTS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S
+        failure = await self._wait(version, partial(self._lacking, version, has_replay), wait_s, sharded=sharded)
         missing = self._lacking(version, False)
         newest = [self._newest(rank, version) for rank in self._ranks]
         absent = [rank for rank in missing if newest[rank] is None]
@@ -195,8 +198,8 @@ class Positions:
     async def _wait(
         self, version: int, lacking: Callable[[], list[int]], timeout_s: float, *, sharded: bool
     ) -> str | None:
-        """Wait for states of other ranks at this version. Returns a sentence after the timeout, or if nothing can come any more:
-        ranks have ended at another version, and no other rank is missing, or (`sharded`) every part is needed."""
+        """Wait for states of other ranks at this version. Returns None once no rank is lacking. Else a sentence: after the timeout,
+        or at once if all missing ranks (`sharded`: any rank) ended at another version."""
         started = awake.now()
         while missing := lacking():
             wrong = [rank for rank, record in self._departures.items() if record.version != version]
@@ -214,8 +217,8 @@ class Positions:
 def after_step(before: RankState, trained: Collection[int], ranks: int) -> RankState:
     """The state of a rank that died between a step and its announcement. `before`: the state before the step. `trained`: ids of
     the rank's groups in the step. `ranks`: number of ranks.
-    A resumed run plays all other prompts that the rank took during the step again, even if their group was dropped. Failed prompts
-    of the step are not played again (`reroll`): only the dead rank knew the rewards."""
+    A resumed run plays all other prompts that the rank took during the step again, even if their group was dropped. It does not
+    play trained prompts again that `reroll` would choose for their low rewards: only the dead rank knew the rewards."""
     cursor = before["prompts"]
     after = None if cursor is None else state_after(cursor, trained)
     taken = () if cursor is None or after is None else range(cursor["position"], after["position"], ranks)

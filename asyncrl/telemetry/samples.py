@@ -13,56 +13,55 @@ _MAX_NEWEST = 65_536
 
 
 class Samples:
-    """Reduces samples in bounded memory, by `reduce`. The reduction "p99" uses only the newest 65,536 samples."""
+    """Reduces samples in bounded memory, by `reduce`. The reduction "p99" uses only the newest 65,536 samples. One NaN makes the
+    result NaN."""
 
-    __slots__ = ("_count", "_extreme", "_newest", "_reduce", "_sum")
+    __slots__ = ("_count", "_newest", "_reduce", "_total")
 
     def __init__(self, reduce: Reduce) -> None:
         self._reduce = reduce
         self._count = 0
-        self._sum = 0.0
-        self._extreme = math.nan
+        # The sum, or with "min" and "max" the extreme.
+        self._total = {"min": math.inf, "max": -math.inf}.get(reduce, 0.0)
         self._newest: deque[float] | None = deque(maxlen=_MAX_NEWEST) if reduce == "p99" else None
 
     def add(self, value: float) -> None:
-        self._count += 1
-        self._sum += value
         if self._newest is not None:
             self._newest.append(value)
-        elif self._reduce == "max":
-            self._extreme = value if self._count == 1 else max(self._extreme, value)
-        elif self._reduce == "min":
-            self._extreme = value if self._count == 1 else min(self._extreme, value)
+        self._combine(1, value)
+
+    def _combine(self, count: int, total: float) -> None:
+        self._count += count
+        # `min` and `max` would drop a NaN in one of the two orders.
+        if self._reduce not in ("min", "max") or math.isnan(total) or math.isnan(self._total):
+            self._total += total
+        else:
+            self._total = (max if self._reduce == "max" else min)(self._total, total)
 
     def value(self) -> float:
         """The mean, minimum, maximum or 99th percentile. There must be a sample."""
         if self._newest is not None:
             ordered = sorted(self._newest)
-            return ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]
-        return self._sum / self._count if self._reduce == "mean" else self._extreme
+            rank = min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)
+            return math.nan if any(map(math.isnan, ordered)) else ordered[rank]
+        return self._total / self._count if self._reduce == "mean" else self._total
 
     def to_json(self) -> list[Any]:
-        """The state as a list of JSON values, for `from_json`."""
-        extreme = None if math.isnan(self._extreme) else self._extreme
-        return [self._reduce, self._count, self._sum, extreme, None if self._newest is None else list(self._newest)]
+        """The state as a list of JSON values, for `from_json`. Text for NaN and infinities, which JSON does not have."""
+        total, *newest = [x if math.isfinite(x) else str(x) for x in (self._total, *(self._newest or ()))]
+        return [self._reduce, self._count, total, newest]
 
     @classmethod
     def from_json(cls, state: list[Any]) -> Self:
         """The inverse of `to_json`."""
         samples = cls(state[0])
-        _, samples._count, samples._sum, extreme, newest = state
-        samples._extreme = math.nan if extreme is None else extreme
+        samples._count, samples._total = state[1], float(state[2])
         if samples._newest is not None:
-            samples._newest.extend(newest)
+            samples._newest.extend(map(float, state[3]))
         return samples
 
     def merge(self, other: Samples) -> None:
         """Add the samples of `other`, which must have the same `reduce`."""
         if self._newest is not None and other._newest is not None:
             self._newest.extend(other._newest)
-        elif self._count == 0 or math.isnan(self._extreme):
-            self._extreme = other._extreme
-        elif not math.isnan(other._extreme):
-            self._extreme = (max if self._reduce == "max" else min)(self._extreme, other._extreme)
-        self._count += other._count
-        self._sum += other._sum
+        self._combine(other._count, other._total)

@@ -97,6 +97,11 @@ async def test_a_stream_has_what_the_answer_has(path: str) -> None:
             last = events[-1]["response"]
             assert events[-1]["type"] == "response.completed" and last["token_ids"] == whole["token_ids"]
             assert [each["sequence_number"] for each in events] == list(range(len(events)))
+            # A client adds the deltas to the part that was added.
+            [part] = [each["part"] for each in events if each["type"] == "response.content_part.added"]
+            [delta] = [each for each in events if each["type"] == "response.output_text.delta"]
+            assert (part["text"], part["logprobs"], delta["delta"]) == ("", [], "Sunny")
+            assert len(delta["logprobs"]) == len(whole["token_ids"])
         else:
             assert events[0]["message"]["token_ids"] == whole["token_ids"]
             assert events[2]["delta"] == {"type": "text_delta", "text": "Sunny"}

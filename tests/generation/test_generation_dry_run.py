@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import anyio
 import numpy as np
+import pytest
 from generation_models import generate_all, request
 
 from asyncrl.concurrency.lane import SimulatedLane
@@ -17,7 +19,7 @@ from asyncrl_bench.virtual_time import run_virtual
 
 
 def simulate(
-    count: int, *, max_sequences: int, length_sigma: float, advance_at: float = math.inf
+    count: int, *, max_sequences: int, length_sigma: float, advance_at: float = math.inf, **sampling: Any
 ) -> tuple[list[Generation], float]:
     """`count` requests of up to 100 tokens at once; the answers and the virtual seconds that they took."""
 
@@ -31,7 +33,9 @@ def simulate(
             )  # fmt: skip
             async with engine:
                 started = anyio.current_time()
-                answers = await generate_all(engine, [request(10, seed, max_tokens=100) for seed in range(count)])
+                answers = await generate_all(
+                    engine, [request(10, seed, max_tokens=100, **sampling) for seed in range(count)]
+                )
                 return answers, anyio.current_time() - started
 
     return run_virtual(main)
@@ -55,6 +59,19 @@ def test_lengths_are_log_normal_and_end_as_they_say() -> None:
     assert 0.3 < np.log(lengths[stopped]).std() < 0.5
     assert all((answer.token_ids[-1] == 0) == stop for answer, stop in zip(answers, stopped, strict=True))
     assert all((answer.token_ids[:-1] != 0).all() for answer in answers)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("stop_ids", [(), (7,), (*range(1, 250), 300)])
+def test_only_the_last_token_is_one_that_stops(stop_ids: tuple[int, ...], ignore_eos: bool) -> None:
+    """As with the other engines: `ignore_eos` ignores the end of sequence, and not `stop_token_ids`."""
+    answers, _ = simulate(200, max_sequences=200, length_sigma=0.4, stop_token_ids=stop_ids, ignore_eos=ignore_eos)
+    ends = {*stop_ids} if ignore_eos else {*stop_ids, 0}
+    for answer in answers:
+        *inside, last = answer.token_ids.tolist()
+        assert ends.isdisjoint(inside)
+        assert (answer.finish_reason is FinishReason.STOP) == (last in ends) == (len(inside) < 99)
+    assert any(answer.finish_reason is FinishReason.STOP for answer in answers) == bool(ends)
 
 
 def test_each_token_carries_the_version_of_its_step() -> None:

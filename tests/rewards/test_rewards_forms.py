@@ -9,7 +9,7 @@ from rewards_helpers import prompt, trajectories
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.calls import RewardSpec
-from asyncrl.rewards.forms import UsageError, as_trl
+from asyncrl.rewards.forms import UsageError, as_trl, brief
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.worker import load_functions
 
@@ -132,6 +132,11 @@ async def test_an_error_in_a_score_shows_the_users_lines_only(file: str) -> None
         await scored(f"{file}:raises", "7", ground_truth="7")
     assert "LookupError: no such answer" in str(caught.value) and "in raises" in str(caught.value)
     assert "asyncrl/rewards" not in str(caught.value)
+
+
+def test_only_a_text_that_was_cut_ends_in_dots() -> None:
+    whole, longer = "x" * 78, "x" * 79  # 80 and 81 characters with their quotes
+    assert (brief(whole), brief(longer)) == (f"'{whole}' (str)", f"'{longer}... (str)")
 
 
 @pytest.mark.parametrize("name", ["data", "data.score_answer", "dataset"])

@@ -69,7 +69,9 @@ async def test_a_judge_as_a_function_gives_the_sum_of_its_criteria(server, tmp_p
     async with RewardPool.from_config(config) as pool:
         [scored] = await score(pool, "ab", answer="the right one", other="a column that nobody asked for")
         assert scored.components == {"mine": 1.4} and scored.extras["mine/b"] == 0.8
-        with pytest.raises(RewardError, match="it needs 'answer', but the row has only"):
+        with pytest.raises(
+            RewardError, match="it needs 'answer'; the columns of the data are: none; a reward function may"
+        ):
             await score(pool, "ab")
     [_, user] = server.requests[0][1]["messages"]
     assert "the right one" in user["content"] and "nobody" not in user["content"]

@@ -185,7 +185,10 @@ def score_answer(answer, entry):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("correct", "correct: it needs 'solution', but the row has only: answer, api_key, base_url, completion_ids, "),
+        (
+            "correct",
+            "correct: it needs 'solution'; the columns of the data are: answer; a reward function may also take: api",
+        ),
         ("compute_score", "compute_score: it has verl's signature and needs the columns data_source, ground_truth"),
         ("score_answer", "score_answer: it scores entries of a reasoning-gym data set (question, answer, metadata)"),
     ],

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import threading
 
 import anyio
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +16,7 @@ from asyncrl.telemetry.budget import DEPTH, RunBudget, budget, budget_metrics, l
 from asyncrl.telemetry.parcels import add_parcel, take_parcel
 from asyncrl.telemetry.recorder import REMOTE_DELAY_S, Recorder
 from asyncrl.telemetry.records import Interval, Window
+from asyncrl.telemetry.samples import Reduce
 
 
 class FakeClock:
@@ -220,7 +221,7 @@ def test_nvtx_ranges_open_and_close_in_pairs(clock: FakeClock) -> None:
 
 
 def sent(recorder: Recorder) -> dict[str, object]:
-    parcel: dict[str, object] = json.loads(json.dumps(take_parcel(recorder)))
+    parcel: dict[str, object] = orjson.loads(orjson.dumps(take_parcel(recorder)))
     return parcel
 
 
@@ -235,12 +236,25 @@ def test_metrics_of_two_workers_are_those_of_all_their_samples() -> None:
                 each.observe("least", value, reduce="min")
                 each.observe("most", value, reduce="max")
                 each.observe("late", value, reduce="p99")
+                each.observe("far", value + math.inf, reduce="max")
         worker.gauge("running", 7)  # of this worker alone: not the run's
         add_parcel(run, sent(worker), lane)
         add_parcel(run, sent(worker), lane)  # nothing new
     found = run.drain()
     assert found == pytest.approx(whole.drain())
     assert found["mean"] == 4.8 and found["least"] == 1 and found["most"] == 12
+
+
+@pytest.mark.parametrize("reduce", ["mean", "min", "max", "p99"])
+@pytest.mark.parametrize("values", [[math.nan, 1.0, 2.0], [1.0, math.nan, 2.0], [1.0, 2.0, math.nan]])
+def test_a_sample_that_is_no_number_stays_visible_in_any_order(reduce: Reduce, values: list[float]) -> None:
+    run, own = Recorder(nvtx=False), Recorder(nvtx=False)
+    for value in values:
+        worker = Recorder(max_events=0, nvtx=False)
+        for each in (own, worker):
+            each.observe("distance", value, reduce=reduce)
+        add_parcel(run, sent(worker), "worker0")
+    assert math.isnan(own.drain()["distance"]) and math.isnan(run.drain()["distance"])
 
 
 def test_closures_and_waits_are_the_workers_own_and_none_is_lost_between_two_windows() -> None:
