@@ -121,7 +121,7 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """The policy version: the number of optimizer steps that made the current weights."""
+        """The policy version: the number of optimizer steps so far; a step without scored tokens counts."""
         ...
 
     async def begin_train_step(self, loss: Any) -> None:

@@ -138,7 +138,7 @@ class Kl(Method):
         """`coef x kl_t` [S], times `ratio_S` with `bias_correction`. Adds the metric `kl` to `metrics`."""
         if inputs.reference_logp_S is None:
             raise ValueError(
-                f"kl_coef is {self.coef}, but `reference_logp_S` of the microbatch is None; compute it first"
+                f"algorithm.kl.coef is {self.coef}, but `reference_logp_S` of the microbatch is None; compute it first"
             )
         weight_S = ratio_S if self.bias_correction else None
         kl_S = estimate(self.estimator, inputs.logp_S, inputs.reference_logp_S.detach(), self.clamp, weight_S)

@@ -38,7 +38,9 @@ def entropy_bonus(inputs: LossInputs, coefficient: float) -> Tensor:
     tokens. (TRL takes the mean over each microbatch.)
     """
     if inputs.entropy_S is None:
-        raise ValueError(f"entropy_coef is {coefficient}, but `entropy_S` of the microbatch is None; compute it first")
+        raise ValueError(
+            f"the entropy coefficient is {coefficient}, but `entropy_S` of the microbatch is None; compute it first"
+        )
     entropy_S = inputs.entropy_S
     if inputs.keep_S is not None:
         entropy_S = entropy_S.masked_fill(~inputs.keep_S, 0.0)
@@ -273,7 +275,7 @@ def _per_token(
     if quantile < 1:
         if inputs.keep_S is None:
             raise ValueError(
-                f"top_entropy_quantile is {quantile}, but `keep_S` of the microbatch is None; compute it first"
+                f"algorithm.top_entropy.quantile is {quantile}, but `keep_S` of the microbatch is None; compute it first"
             )
         loss_S = loss_S * inputs.keep_S
     if weight_S is not None:

@@ -68,8 +68,8 @@ class ModelConfig(SettingsSection):
     )
     head_kernel: Literal["auto", "torch", "liger"] = field(
         "auto",
-        "Passes over the head's logits: `torch` (on a CPU the native kernels); `liger`, Triton kernels (a GPU and the "
-        "extra `liger`; float32 and bfloat16; no soft-capped logits); auto: liger if it works, else torch.",
+        "What computes log-probs and gradients from the head's logits: `torch` (on a CPU the native kernels); `liger`, Triton "
+        "kernels (a GPU and the extra `liger`; float32 and bfloat16; no soft-capped logits); auto: liger if it works, else torch.",
     )
     lora: LoraConfig = LoraConfig()
 
@@ -235,7 +235,7 @@ class AlgorithmBase(SettingsSection):
     @field_validator("loss", "advantage")
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
-        """Accepts a known name in any case, or an address, which `schema_of` has loaded."""
+        """Accepts a known name in upper or lower case, or an address, which `schema_of` has loaded."""
         normalised, names = value.lower().replace("-", "_"), LOSSES if info.field_name == "loss" else ADVANTAGES
         if normalised not in names and ":" not in value:
             raise PydanticCustomError("name", "no such name")
@@ -267,8 +267,8 @@ class TrainConfig(SettingsSection):
     lr: float = field(1e-6, "Peak learning rate.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
         "constant",
-        "Schedule after the warm-up. One step after the last of max_steps and max_epochs, whichever is first, the rate would be "
-        "min_lr_ratio x lr, as in transformers.",
+        "Schedule after the warm-up. The run ends at max_steps or max_epochs, whichever comes first; one step after its last step "
+        "the rate would be min_lr_ratio x lr, as in transformers.",
     )
     warmup_steps: int = field(0, "Optimizer steps of linear warm-up; the first has rate 0, as in transformers.", ge=0)
     min_lr_ratio: float = field(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
@@ -280,7 +280,8 @@ class TrainConfig(SettingsSection):
     grad_clip: float | None = field(1.0, "Largest gradient norm, applied after the 1/N rescale; null is off.", gt=0)
     tokens_per_microbatch: int = field(
         2048,
-        "Packed tokens of one forward and backward. Left out: at least one row; on a GPU as many as fit, up to 16,384.",
+        "Packed tokens of one forward and backward. Left out: 2048, or the limit of a row if that is more; on a GPU as many as "
+        "fit, up to 16,384.",
         ge=1,
     )
     skip_zero_advantage: bool = field(
@@ -295,7 +296,7 @@ class TrainConfig(SettingsSection):
         None, "Stop after the step in progress once this many seconds have passed.", gt=0
     )
     partial_final_step: bool = field(
-        True, "If the prompts run out, train a last step with fewer groups; else drop these groups."
+        True, "When the prompts run out: true trains a last step with fewer groups, false drops these groups."
     )
 
 
@@ -442,11 +443,11 @@ class RunConfig(SettingsSection):
 class DryRunConfig(SettingsSection):
     """Costs of the dry-run engine and trainer, in seconds; lengths are drawn from a keyed log-normal distribution."""
 
-    decode_step_s: float = field(0.01, "Cost of one decode step of a full batch.", ge=0)
+    decode_step_s: float = field(0.01, "Cost of one decode step, whatever its number of sequences.", ge=0)
     train_token_s: float = field(1e-5, "Cost of training one token.", ge=0)
     finish_s: float = field(0.01, "Cost of the optimizer step.", ge=0)
     length_sigma: float = field(
-        0.5, "Spread of completion lengths (log-normal); 0: every completion has the median length.", ge=0
+        0.5, "Spread of completion lengths (log-normal); 0: requests with equal settings get equal lengths.", ge=0
     )
     shared_device: bool = field(True, "One lane for both engine and trainer; false: a lane for each.")
 
@@ -457,7 +458,7 @@ class Config(SettingsSection):
     preset: Literal["sync", "one_off", "async"] = field(
         "async", "sync: age 0, on CPUs bit-identical reruns; one_off: age 1, whole steps; async: age 2, streamed."
     )
-    # torch and numpy take no larger seed.
+    # torch takes no larger seed.
     seed: int = field(0, "Random numbers are derived from the seed and (group, member).", ge=0, le=2**64 - 1)
     resume: Literal["auto"] | bool = field(
         "auto",

@@ -8,8 +8,8 @@ its step, or until it is dropped or failed. `held` counts the slots of committed
 together have `s = (m + 1) k` slots.
 
 Rule. A new group gets the deadline `a + m`. Its tokens are sampled by `a` or later, so a group that is trained at its
-deadline or before is at most `m` old *in tokens*, not merely in admissions. A ready group with deadline `d` gets a place
-at turn `v` iff `c < k` and the invariant still holds afterwards:
+deadline or before is at most `m` turns old, counted from its oldest token and not only from its admission. A ready group
+with deadline `d` gets a place at turn `v` iff `c < k` and the invariant still holds afterwards:
 
     I(v, c):   for all j >= 0:   live(v + j) <= k (j + 1) - c        (the places left up to and including turn v + j)
 
@@ -115,8 +115,8 @@ class Reservation:
     trained: int = 0
     dropped: int = 0
     failed: int = 0
-    # The last result of `open_turn`, and the last rank with that turn: most calls look only at this rank.
-    _open_turn: int = field(default=-1, init=False)
+    # The last result of `acknowledged_turn`, and the last rank with that turn: most calls look only at this rank.
+    _acknowledged_turn: int = field(default=-1, init=False)
     _slowest: int = field(default=0, init=False)
     # Derived from `entries` by `_count`, so that no transition looks at all entries. `_live`: deadline -> live groups by id.
     _live: dict[int, dict[int, ReservedGroup]] = field(default_factory=dict, init=False)
@@ -175,7 +175,7 @@ class Reservation:
         # Ranks with lower numbers may join after this one.
         self.acknowledged += [_NO_ENGINE] * missing
         self.exhausted += [True] * missing
-        self.acknowledged[rank], self._open_turn = turn, -1
+        self.acknowledged[rank], self._acknowledged_turn = turn, -1
         # If the last rank with an engine was lost, it still counts as one that may admit. That ends now.
         self.exhausted = [
             done or engine == _NO_ENGINE for done, engine in zip(self.exhausted, self.acknowledged, strict=True)
@@ -195,13 +195,13 @@ class Reservation:
         """Slots of live and claimed groups, and of committed steps that are not released."""
         return len(self.entries) + sum(self.held.values())
 
-    def open_turn(self) -> int:
+    def acknowledged_turn(self) -> int:
         """`a`: the oldest policy that an engine may still sample from."""
-        if self.acknowledged[self._slowest] != self._open_turn:
-            self._open_turn = min(self.acknowledged)
-            self._slowest = len(self.acknowledged) - 1 - self.acknowledged[::-1].index(self._open_turn)
+        if self.acknowledged[self._slowest] != self._acknowledged_turn:
+            self._acknowledged_turn = min(self.acknowledged)
+            self._slowest = len(self.acknowledged) - 1 - self.acknowledged[::-1].index(self._acknowledged_turn)
         # The turn itself if no rank has an engine.
-        return min(self.turn, self._open_turn)
+        return min(self.turn, self._acknowledged_turn)
 
     def fits(self, deadline: int, *, claim: bool) -> bool:
         """Whether the invariant I holds after a group with this deadline is claimed, or (claim=False) admitted."""
@@ -249,7 +249,8 @@ class Reservation:
         )
 
     def first_live(self) -> ReservedGroup | None:
-        """The live group with the earliest deadline: the open step waits for it. Of several, the one that changed first."""
+        """The live group with the earliest deadline: the open step waits for it. Of several, the one that has been
+        unchanged for longest."""
         return next(iter(self._live[min(self._live)].values())) if self._live else None
 
     def due(self, rank: int) -> int | None:
@@ -275,31 +276,32 @@ class Reservation:
     # -- transitions -----------------------------------------------------------------------------------------------
 
     def admit(self, group_id: int, oldest: int | None, rank: int = 0) -> tuple[bool, Ticket | None]:
-        """(decided, ticket): (False, None) means "not now, ask again after a change"; (True, None) means "too old"."""
+        """(decided, ticket): (False, None) means "not now, ask again after a change"; (True, None) means "too old to be trained in
+        time", or in time only if another group were dropped. `oldest`: see `ports.Ledger.admit`."""
         if group_id in self.entries:
             raise LedgerError(f"group {group_id} was admitted twice")
         self._check_not_lost(rank)
-        admitted = self.open_turn()
+        sampled_from = self.acknowledged_turn()
         if oldest is not None:
             if oldest > self.turn:
                 raise VersionAhead(
                     f"group {group_id} claims to be sampled by the weights of turn {oldest}, but this run is at turn {self.turn}: "
                     "submit groups that this run's weights sampled, not those of an earlier run or of another policy"
                 )
-            admitted = oldest
+            sampled_from = oldest
             deadline = oldest + self.max_staleness
             if deadline < self.turn or (self.late == "wait" and not self.fits(deadline, claim=False)):
                 return True, None
         if oldest is None and self.due(rank) == 0:
             return False, None
-        if self.open_turn() < self.warmup and self.slots_held >= self.groups_per_step:
+        if self.acknowledged_turn() < self.warmup and self.slots_held >= self.groups_per_step:
             return False, None
-        deadline = admitted + self.max_staleness
+        deadline = sampled_from + self.max_staleness
         if self.slots_held >= self.slots or deadline < self.turn:
             return False, None
         if self.late == "wait" and not self.fits(deadline, claim=False):
             return False, None
-        ticket = Ticket(group_id, admitted, deadline)
+        ticket = Ticket(group_id, sampled_from, deadline)
         self.entries[group_id] = ReservedGroup(ticket, rank)
         self._count(self.entries[group_id], 1)
         self.admitted += 1
@@ -347,8 +349,9 @@ class Reservation:
         return deadline >= self.turn and (self.late == "drop" or self.fits(deadline, claim=True))
 
     def claim(self, ready: Iterable[Ticket], rank: int | None = None) -> Ticket | None:
-        """Give a place to the first ticket that may have one; None if none may. Unknown tickets raise LedgerError.
-        `rank`: the rank that trains the group, if another rank may have admitted it."""
+        """Give a place to the first ticket that may have one; None if none may. Tries the first ticket of each deadline, until one
+        gets the place. `rank`: the rank that trains the group, if another rank may have admitted it. Errors: LedgerError if a tried
+        ticket is not live."""
         if self.claimed >= self.groups_per_step or (rank is not None and self._is_ahead(rank)):
             return None
         for ticket in first_by_deadline(ready):
@@ -425,7 +428,7 @@ class Reservation:
         return self._free_slots()
 
     def _free_slots(self) -> bool:
-        released = [t for t in self.held if t < self.open_turn()]
+        released = [t for t in self.held if t < self.acknowledged_turn()]
         for t in released:
             self.trained += self.held.pop(t)
         return bool(released)

@@ -1,7 +1,7 @@
 """Answers in the form of OpenAI's chat completions and completions, and of vLLM's generate route.
 
-Every route has the fields that token-aware clients read: `prompt_token_ids`, `token_ids`, log-probs, and `policy_versions`, the
-version of each token as runs: `[[version, tokens], ...]`.
+Every answer has `policy_versions`, the version of each token as runs: `[[version, tokens], ...]`. An answer has `prompt_token_ids`,
+`token_ids` and log-probs if the request asks for them, and on the generate route always.
 """
 
 from __future__ import annotations

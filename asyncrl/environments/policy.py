@@ -127,7 +127,7 @@ class AgentPolicy:
 
     @property
     def version(self) -> int:
-        """The policy version of the run now: the number of optimizer steps so far."""
+        """The policy version of the run now: the number of optimizer steps so far; a step without scored tokens counts."""
         return self._episode.agents.version()
 
     @property

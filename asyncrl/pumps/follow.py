@@ -114,7 +114,7 @@ class Remote:
         """Send the counts since the last report to rank 0."""
         ports = self._ports
         samples: Mapping[str, Samples] = {}
-        if ports.trains:
+        if ports.builds_steps:
             # `StepPart.sums` has the other counts.
             counts = ports.recorder.take_counts((*GENERATED, *COUNTED) if last else GENERATED)
         else:
@@ -141,7 +141,7 @@ class Remote:
         with suppress(RankLost):
             while True:
                 await anyio.sleep(min(limits.interval_s, limits.stall_timeout_s / 4))
-                if not ports.trains:
+                if not ports.builds_steps:
                     ports.recorder.take_window()  # rank 0 cannot use times of another clock
                 await self.report()
 

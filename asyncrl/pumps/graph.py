@@ -299,7 +299,7 @@ class Graph:
         """The intake, for groups from outside. Errors: LifecycleError while this rank generates groups of its own prompts, and
         with roles, whose groups travel only during `run`."""
         ports = self._ports
-        if ports.depart is not None or not (ports.trains and ports.generates):
+        if ports.depart is not None or not (ports.builds_steps and ports.generates):
             raise LifecycleError(
                 "submit, play: distributed.roles or distributed.context is set, and groups travel between ranks only during run(); "
                 "leave both out"
@@ -330,7 +330,7 @@ class Graph:
         this rank only generates, or if the weights have to come from several training ranks, which do not know of this call."""
         ports, interval = self._ports, self._ports.config.rollout.weight_sync_interval
         has_roles = self._apart.dispatch is not None or self._apart.remote is not None
-        if has_roles and (not ports.trains or (interval > 1 and not ports.alone)):
+        if has_roles and (not ports.builds_steps or (interval > 1 and not ports.alone)):
             raise LifecycleError(
                 "evaluate: distributed.roles or distributed.context is set; call evaluate on rank 0, and if several ranks train, "
                 f"set rollout.weight_sync_interval=1 (it is {interval})"

@@ -108,8 +108,8 @@ class Hooks:
         except asyncio.CancelledError as error:
             if anyio.current_effective_deadline() == -math.inf:
                 raise
-            # The hook cancelled itself. A task group would treat this error as an ordinary end, and the group would be lost.
-            raise HookError(f"hook {name} ({_title(hook)}) was cancelled from inside {error}") from None
+            # A task group would treat this error as an ordinary end, and the prompt's group would silently disappear.
+            raise HookError(f"hook {name} ({_title(hook)}) cancelled itself: {error}".removesuffix(": ")) from None
         except BaseException as error:
             if is_interrupt(error):
                 raise

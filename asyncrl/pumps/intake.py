@@ -52,7 +52,7 @@ class Intake:
         # Compute the reference log-probs on the lane while other processes score the rewards. `_compute_reference` hides an error,
         # and siblings would still wait in the call that failed.
         ahead = algorithm.kl.reference_ahead is not False and ports.config.distributed.context == 1
-        self._reference_ahead = needs_reference and ahead and ports.score_groups and ports.trains
+        self._reference_ahead = needs_reference and ahead and ports.score_groups and ports.builds_steps
         self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of incomplete own groups
         self._submitted: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, oldest first
         self._components: set[str] = set()  # names of reward components from outside

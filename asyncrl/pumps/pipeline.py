@@ -63,7 +63,8 @@ class Ports:
     advantage: Estimator
     book: GroupBook
     ids: GroupIds
-    # `turn_of` counts versions from this version. Below 0 if the resumed run ended within a batch, which then made fewer versions.
+    # `turn_of` counts versions from this version. Below 0 after a resume from a checkpoint that was written within a batch: that
+    # batch made fewer versions than usual.
     base: int = 0
     # This rank, the number of ranks that build steps, and the number of this rank among them; 0 on other ranks. Siblings
     # (`distributed.context`) count once: their leader builds steps for them.
@@ -72,8 +73,9 @@ class Ports:
     train_rank: int = 0
     # Number of ranks that generate.
     generating: int = 1
-    # The role of this rank. `follows`: the rank trains what the leader of its siblings builds. Then `trains` is false.
-    trains: bool = True
+    # The role of this rank. `builds_steps`: the rank builds steps and trains them. `follows`: the rank trains the steps that the
+    # leader of its siblings builds.
+    builds_steps: bool = True
     generates: bool = True
     follows: bool = False
     gather: Gather = gather_alone

@@ -367,7 +367,7 @@ class Episodes:
             raise error
         if isinstance(error, CancelledItself):
             # The environment awaited a task of its own that was cancelled.
-            failure = GenerationError(f"the episode was cancelled from inside the environment {error}")
+            failure = GenerationError(f"the episode cancelled itself: {error}".removesuffix(": "))
             failure.__cause__ = error.__cause__
             return failure
         return error

@@ -97,7 +97,7 @@ async def open_ports(run: OpenRun) -> None:
         ranks=len(world.roles.leaders),
         train_rank=world.roles.leaders.index(world.rank) if world.leads else 0,
         generating=len(world.roles.generate),
-        trains=world.leads,
+        builds_steps=world.leads,
         generates=world.generates,
         follows=world.follows,
         gather=gather,

@@ -401,7 +401,7 @@ class Runtime:
 
     @property
     def version(self) -> int:
-        """The policy version: the number of optimizer steps behind the weights."""
+        """The policy version: the number of optimizer steps so far; a step without scored tokens counts."""
         return self._require_run("version").ports.trainer.version
 
     @property

@@ -133,7 +133,7 @@ class TorchTrainer:
 
     @property
     def version(self) -> int:
-        """The version of the policy: the number of optimizer steps behind the weights."""
+        """The policy version: the number of optimizer steps so far; a step without scored tokens counts."""
         return self.policy.version
 
     # -- the four calls ----------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class TorchTrainer:
         flat = self.policy.weights
         if self.reference is not None:
             if "reference" not in state:
-                raise KeyError("the state has no reference model, but this trainer needs one (kl_coef > 0)")
+                raise KeyError("the state has no reference model, but this trainer needs one (algorithm.kl.coef > 0)")
             for index, name in enumerate(flat.names):
                 flat.view(self.reference, index).copy_(state["reference"][name])
         self.optimizer.load_state_dict(state["optimizer"])

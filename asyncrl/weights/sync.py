@@ -100,8 +100,9 @@ class BoardWorkers(Protocol):
     """The workers that read the board."""
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Returns once every later token comes from `version`, which lies in `half`, and only a pinned worker reads the other half.
-        A call that failed may be repeated. `outputs`: the trainer's log-probs of the fixed row; None: no comparison."""
+        """Returns once every later token comes from `version`, which lies in `half`. Tokens of a pinned worker, which reads the
+        other half, are exempt. A call that failed may be repeated. `outputs`: the trainer's log-probs of the fixed row; None: no
+        comparison."""
         ...
 
     def reads(self, half: int) -> bool:

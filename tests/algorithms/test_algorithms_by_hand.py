@@ -289,7 +289,7 @@ def test_unknown_names_accuse_precisely() -> None:
 
 
 def test_kl_without_a_reference_column_says_so() -> None:
-    with pytest.raises(ValueError, match=r"kl_coef is 0\.1, but .*`reference_logp_S`"):
+    with pytest.raises(ValueError, match=r"algorithm\.kl\.coef is 0\.1, but .*`reference_logp_S`"):
         build_loss("grpo", kl_coef=0.1)(one_token(-1.0, None, 1.0))
 
 

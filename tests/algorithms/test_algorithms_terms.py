@@ -107,13 +107,13 @@ def test_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss(name: str) -> Non
 
 def test_missing_columns_accuse_precisely() -> None:
     batch = random_batch(1)
-    with pytest.raises(ValueError, match=r"top_entropy_quantile is 0\.3, but .*`keep_S`"):
+    with pytest.raises(ValueError, match=r"algorithm\.top_entropy\.quantile is 0\.3, but .*`keep_S`"):
         build_loss("grpo", top_entropy_quantile=0.3)(batch.pack())
     inputs = batch.pack()
     bare = LossInputs(
         inputs.logp_S, None, inputs.sampler_logp_S, inputs.advantage_S, inputs.sequence_S, inputs.sequences
     )
-    with pytest.raises(ValueError, match=r"entropy_coef is 0\.1, but .*`entropy_S`"):
+    with pytest.raises(ValueError, match=r"the entropy coefficient is 0\.1, but .*`entropy_S`"):
         build_loss("grpo", entropy_coef=0.1)(bare)
 
 

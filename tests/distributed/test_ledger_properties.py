@@ -253,7 +253,7 @@ def test_the_invariant_holds_after_any_events(k: int, m: int, ranks: int, events
         elif event == "e" and live:
             books.end(live[draw % len(live)], "dropped" if draw % 2 else "failed")
         invariant(books)
-        assert books.open_turn() == min(books.turn, *books.acknowledged)
+        assert books.acknowledged_turn() == min(books.turn, *books.acknowledged)
         # No dead end: somebody live may always claim, unless the step is full.
         live = [e.ticket for e in books.entries.values() if not e.claimed]
         if live and books.claimed < k:

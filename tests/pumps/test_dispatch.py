@@ -69,7 +69,7 @@ async def connected(
                 engine=SimpleNamespace(statistics=lambda: {"tokens": 7.0}),
                 book=SimpleNamespace(end_count=rank, reasons=Counter({"dropped: no signal": rank})),
                 trainer=SimpleNamespace(version=0),
-                trains=False,
+                builds_steps=False,
                 follows=False,
                 generates=True,
             )
@@ -319,7 +319,7 @@ async def test_reports_add_counts_samples_and_reasons() -> None:
 async def test_a_rank_that_trains_reports_its_reasons_and_no_count_that_the_parts_of_steps_have() -> None:
     async with connected(1, 2) as ranks:
         ports = ranks.remote(1)._ports
-        ports.trains, ports.generates = True, False
+        ports.builds_steps, ports.generates = True, False
         for name in ("train/skipped_groups", "engine/tokens", "time/wait_for_group"):
             ports.recorder.count(name)
         await ranks.remote(1).report()

@@ -376,7 +376,7 @@ def test_with_roles_an_own_evaluation_that_would_wait_for_other_ranks_is_refused
             await house.graph.wait_published()
         house.ports.ranks = 1
         await house.graph.wait_published()
-        house.ports.trains = False
+        house.ports.builds_steps = False
         with pytest.raises(LifecycleError, match="call evaluate on rank 0"):
             await house.graph.wait_published()
 

@@ -362,7 +362,7 @@ async def test_an_agent_that_fails_is_played_again_then_counted_and_the_program_
         summary = await runtime.finish()
     assert summary.books.failed == 1 and summary.books.trained == 2
     [reason] = summary.reasons
-    assert reason.startswith("failed: ") and (type(error).__name__ in reason or "cancelled from inside" in reason)
+    assert reason.startswith("failed: ") and (type(error).__name__ in reason or "cancelled itself" in reason)
     assert asyncio.all_tasks() == tasks
 
 

@@ -128,7 +128,7 @@ async def cancels(*given: Any) -> Any:
         (Hooks(before_group=fails), r"hook before_group \(fails\) failed: KeyError: 'of mine'"),
         (Hooks(after_rewards=fails), r"hook after_rewards \(fails\) failed: KeyError"),
         (Hooks(after_advantages=fails), r"hook after_advantages \(fails\) failed: KeyError"),
-        (Hooks(before_group=cancels), r"hook before_group \(cancels\) was cancelled from inside"),
+        (Hooks(before_group=cancels), r"hook before_group \(cancels\) cancelled itself\n"),
         (Hooks(before_group=lambda prompt: replace(prompt, group_id=-1)), "expected None or a Prompt of group"),
         (Hooks(after_rewards=lambda group: [1.0]), r"returned \[1.0\]; expected None or the Group \d+ with 4"),
         (

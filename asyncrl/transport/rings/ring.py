@@ -218,7 +218,7 @@ class RingReader:
         self.memory = memory
         self.outstanding = 0  # records found and not released
         self.lost = 0  # invalid descriptors, and returns of the head
-        self.passed_over = 0  # positions that puts skipped, as their slots were in use
+        self.passed_over = 0  # slots that a put skipped: they were still in use
         self._next = 0
 
     def replay(self) -> list[tuple[int, int]]:

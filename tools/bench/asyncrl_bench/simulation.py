@@ -220,7 +220,7 @@ class Rank:
             ranks=plan.trainers,
             train_rank=self.number if self.trains else 0,
             generating=plan.nodes,
-            trains=self.trains,
+            builds_steps=self.trains,
             generates=not self.trains,
             gather=cast(Any, self._gather),
             calls_at_once=2,
