@@ -161,7 +161,7 @@ async def test_what_an_episode_may_return(returned: Any, reward: Any, turns: Any
         ([1, None], ConfigError, "returned None; expected a number"),
         ([1, 2, 3], ConfigError, "3 rewards of turns for 1 replies"),
         (float("nan"), DataError, "the reward nan; expected a finite number"),
-        (10**400, DataError, "the reward 10+; expected a finite number"),
+        (10**400, DataError, r"the reward 10+\.\.\.; expected a finite number"),
         pytest.param(10**5000, DataError, "the reward int with too many digits; expected", id="10**5000"),
         ([1e308, 1e308], DataError, "the reward inf; expected a finite number"),
     ],

@@ -1,4 +1,4 @@
-"""The head's passes over logits by Triton kernels of Liger. They need `liger-kernel` and logits on a GPU.
+"""Log-probs and gradients from the head's logits by Triton kernels of Liger. They need `liger-kernel` and logits on a GPU.
 
 The two kernels of Liger's GRPO loss over full logits (liger_kernel.ops.grpo_loss) are launched with a loss that equals the
 log-prob: loss type VESPO, sequence weight 1, advantage -1, no KL, no correction. The backward kernel multiplies by the gradient of

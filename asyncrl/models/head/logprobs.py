@@ -75,7 +75,7 @@ class Columns:
 
 
 class HeadPasses(Protocol):
-    """Passes over logits [R, V]. Row i of `logits` belongs to scored token `first + i`."""
+    """Computes log-probs and gradients from logits [R, V]. Row i of `logits` belongs to scored token `first + i`."""
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
         """Writes logp [S], `columns.lse` and `columns.entropy` of these rows. Does not change the logits."""
@@ -278,7 +278,7 @@ class TorchPasses:
 
 
 class CappedPasses:
-    """Passes over soft-capped logits. A few rows at a time are capped in scratch [2, R, V], in the dtype of the columns."""
+    """`HeadPasses` of soft-capped logits. A few rows at a time are capped in scratch [2, R, V], in the dtype of the columns."""
 
     def __init__(self, hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform) -> None:
         self._transform = transform

@@ -12,7 +12,7 @@ A ring is the data of one segment. One producer and one consumer write words and
           payload
 
 A position belongs to slot `position mod slots`. A slot is in use while its sequence is at most the head and not
-released. A put passes over the positions of slots in use, so a group that is trained late blocks its own bytes only.
+released. A put skips the positions of slots in use, so a group that is trained late blocks its own bytes only.
 Positions have 64 bits and only grow, so they never wrap.
 
 A put stores in this order: begun position, payload, descriptor, sequence, head. A kill may follow any of these stores.
@@ -233,7 +233,7 @@ class RingReader:
     def poll(self) -> list[tuple[int, int]]:
         """(slot, sequence) of every record that was accepted since the last `poll` or `replay`."""
         memory, head, first = self.memory, self.memory.head.view[0], self._next
-        # A larger step is damage: at most `slots` puts fit, and each passes over fewer than `slots` positions.
+        # A larger step is damage: at most `slots` puts fit, and each skips fewer than `slots` positions.
         if head > first + memory.slots**2:
             self.lost += head - first
             first = head
@@ -247,7 +247,7 @@ class RingReader:
             if sequence == position + 1:
                 records.append((slot, sequence))
             elif sequence and (sequence - 1) % memory.slots == slot:
-                # The put passed over this position, because its slot was in use. A record put at this position would
+                # The put skipped this position, because its slot was in use. A record put at this position would
                 # still be here, because only our `release` frees a slot.
                 self.passed_over += 1
             else:
