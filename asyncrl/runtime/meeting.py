@@ -109,11 +109,12 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
         if run.dispatch is not None and run.orders is not None:
             run.dispatch.lose(peer, ())
             run.orders.orders.lose(peer, str(lost or f"{peer} has left"))
-        if run.ended_by is None and run.stopped_by is None:
-            # The peer has left, and this rank has no error of its own: this rank would wait for groups that never come.
-            lost = lost or run.end_reasons.get(peer)
         if lost is not None:
             lose(RankLost(f"{lost}{world.roles.shared(_rank_of(peer))}", lost.stopped_by))
+        elif run.ended_by is None and run.stopped_by is None and (reported := run.end_reasons.get(peer)) is not None:
+            # The peer has left, and this rank has no error of its own: this rank would wait for groups that never come. The reason
+            # may be another rank, so the set of the peer is not named.
+            lose(reported)
 
     async def on_ending(peer: str, ended: Any, buffers: Any) -> None:
         lost = RankLost(ended["reason"], ended["stopped_by"])
