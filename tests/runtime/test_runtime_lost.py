@@ -28,9 +28,10 @@ from runtime_helpers import (
 
 from asyncrl.cli import nodes
 from asyncrl.distributed.collectives import LostRank
-from asyncrl.distributed.line import LineClient
+from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import RankLost, StallError
 from asyncrl.runtime import meeting
+from asyncrl.runtime.opened import OpenRun
 from asyncrl.runtime.progress import Stages
 
 LIMIT_S = 4.0
@@ -161,3 +162,33 @@ async def test_a_rank_that_only_generates_does_not_wait_until_rank_0_closes_its_
     reason = "rank 0 was stopped by SIGTERM"
     await on_ended("rank 0", {"reason": reason, "stopped_by": "SIGTERM", "one_rank": True, "stalled": False}, ())
     assert [str(error) for error in ended] == [reason] and ended[0].stopped_by == "SIGTERM"
+
+
+class Told(LineServer):
+    """A line whose peers are rank 1, which is connected, and rank 2, which is not."""
+
+    told: list[Any]
+
+    def silences(self) -> dict[str, float]:
+        return {"rank 1": 0.0, "rank 2": 0.5}
+
+    async def tell_all(self, kind: str, header: Any = None, *buffers: Any) -> None:
+        self.told.append(header)
+
+
+async def test_the_set_of_a_lost_rank_is_named_and_not_that_of_the_rank_that_noticed() -> None:
+    """Rank 1 lost rank 2 and says so before its own end. A collective of rank 0 fails before anybody has given rank 2 up."""
+    ended: list[RankLost] = []
+    roles = SimpleNamespace(shared=" (set of rank {})".format, trains=lambda rank: True)
+    world = SimpleNamespace(trains=True, joined=None, lost=LostRank(), roles=roles, rank=0, world_size=3)
+    parts = {"remote": None, "dispatch": None, "orders": None, "stopped_by": None, "stalled": False}
+    parts |= {"stages": Stages(), "end_reasons": {}, "ledger": SimpleNamespace(lose=ended.append), "ended_by": None}
+    run: Any = SimpleNamespace(world=world, line=Told("a secret"), **parts)
+    run.line.told = []
+    _, on_end, _ = meeting._on_lost(run)
+    await OpenRun._tell_ranks(run, RankLost("a collective failed"))
+    assert [each["reason"] for each in run.line.told] == ["a collective failed; rank 2 (set of rank 2) is disconnected"]
+    run.end_reasons["rank 1"] = RankLost("rank 1 lost rank 2")
+    on_end("rank 1", None)
+    on_end("rank 2", RankLost("rank 0 lost rank 2"))
+    assert [str(error) for error in ended] == ["rank 1 lost rank 2", "rank 0 lost rank 2 (set of rank 2)"]
