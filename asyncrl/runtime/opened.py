@@ -411,12 +411,10 @@ class OpenRun:
         stopped_by = self.stopped_by or (error.stopped_by if isinstance(error, RankLost) else None)
         if isinstance(error, RankLost) and isinstance(line, LineServer):
             # A collective fails before the line gives a dead rank up, and its error does not name that rank.
-            gone = [
-                int(peer.removeprefix("rank "))
-                for peer, silence_s in line.silences().items()
-                if silence_s and peer.startswith("rank ") and peer not in self.end_reasons
-            ]
-            reason += "".join(f"; rank {rank}{world.roles.shared(rank)} is disconnected" for rank in gone)
+            down = {peer for peer, silence_s in line.silences().items() if silence_s} - self.end_reasons.keys()
+            # A rank that only generates is in no collective.
+            for rank in (rank for rank in world.roles.train if f"rank {rank}" in down):
+                reason += f"; rank {rank}{world.roles.shared(rank)} is disconnected"
         if self.stopped_by is not None:
             reason = f"rank {world.rank} was stopped by {self.stopped_by}"
         one_rank = self.stopped_by is not None or isinstance(error, _OF_ONE_RANK)

@@ -165,22 +165,22 @@ async def test_a_rank_that_only_generates_does_not_wait_until_rank_0_closes_its_
 
 
 class Told(LineServer):
-    """A line whose peers are rank 1, which is connected, and rank 2, which is not."""
+    """A line whose peers are rank 1, which is connected, and ranks 2 and 3, which are not."""
 
     told: list[Any]
 
     def silences(self) -> dict[str, float]:
-        return {"rank 1": 0.0, "rank 2": 0.5}
+        return {"rank 1": 0.0, "rank 2": 0.5, "rank 3": 0.5}
 
     async def tell_all(self, kind: str, header: Any = None, *buffers: Any) -> None:
         self.told.append(header)
 
 
 async def test_the_set_of_a_lost_rank_is_named_and_not_that_of_the_rank_that_noticed() -> None:
-    """Rank 1 lost rank 2 and says so before its own end. A collective of rank 0 fails before anybody has given rank 2 up."""
+    """Rank 1 lost rank 2 and says so before its end. A collective fails before rank 2 is given up. Rank 3 only generates."""
     ended: list[RankLost] = []
-    roles = SimpleNamespace(shared=" (set of rank {})".format, trains=lambda rank: True)
-    world = SimpleNamespace(trains=True, joined=None, lost=LostRank(), roles=roles, rank=0, world_size=3)
+    roles = SimpleNamespace(shared=" (set of rank {})".format, trains=lambda rank: True, train=(0, 1, 2))
+    world = SimpleNamespace(trains=True, joined=None, lost=LostRank(), roles=roles, rank=0, world_size=4)
     parts = {"remote": None, "dispatch": None, "orders": None, "stopped_by": None, "stalled": False}
     parts |= {"stages": Stages(), "end_reasons": {}, "ledger": SimpleNamespace(lose=ended.append), "ended_by": None}
     run: Any = SimpleNamespace(world=world, line=Told("a secret"), **parts)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.errors import first_line
 
-# Whether this torch can have tensors on a GPU.
+# Whether this torch can have tensors on a GPU. Read before `takes`, whose calls in each layer would cost time on a CPU.
 PRESENT = torch.version.cuda is not None
 _BLOCK_F = 1024
 

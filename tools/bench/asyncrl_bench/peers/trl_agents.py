@@ -1,5 +1,4 @@
-"""The agents of waiting_agent.py in TRL's `GRPOTrainer`, on the CPU. Runs inside TRL's own environment:
-`python trl_agents.py JOB.json`.
+"""The agents of waiting_agent.py in TRL's `GRPOTrainer`. Runs inside TRL's own environment: `python trl_agents.py JOB.json`.
 
 The random model never writes a call of a tool, so every reply but the last one counts as a call. Two forms, by `trl_form`:
 

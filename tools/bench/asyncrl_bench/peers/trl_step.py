@@ -1,4 +1,4 @@
-"""Whole steps of TRL's `GRPOTrainer` on the CPU. Runs inside TRL's own environment: `python trl_step.py JOB.json`.
+"""Whole steps of TRL's `GRPOTrainer`. Runs inside TRL's own environment: `python trl_step.py JOB.json`.
 
 Prints one JSON line at the end. It must not import asyncrl, and no file beside it may be named like a package.
 """
