@@ -109,7 +109,7 @@ CEILINGS: dict[str, int] = {
     "pumps": 4658,
     "records": 1231,
     "rewards": 1874,
-    "runtime": 6838,
+    "runtime": 6836,
     "telemetry": 2788,
     "training": 2132,
     "transport": 3295,
