@@ -366,17 +366,16 @@ class LineServer(_End):
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._refusing = True
         elif event == zmq.EVENT_DISCONNECTED:
-            address = self._connections.pop(value, "")
+            address, peer = self._connections.pop(value, ""), self._greeted.pop(value, "")
             # Warn only of a connection that was refused. A connection that broke may be that of a rank.
             refused, self._refusing = self._refusing, False
-            # Read the HELLO that the peer may have sent before it was gone.
+            link = self._peers.get(peer)
+            if link is not None and link.connection == value:
+                self._set_down(link)
+            # Read the HELLO that the peer may have sent before it was gone. Not earlier: the HELLO of a new connection with the
+            # same descriptor may follow.
             self._read()
-            peer = self._greeted.pop(value, None)
-            if peer is not None:
-                link = self._peers.get(peer)
-                if link is not None and link.connection == value:
-                    self._set_down(link)
-            elif refused and address and address not in self._refused:
+            if refused and address and address not in self._refused:
                 self._refused.add(address)
                 logger.warning(
                     "%s refused a connection from %s, which does not know the secret of this run; if it is a node of this run, "

@@ -429,6 +429,50 @@ async def test_old_messages_of_a_client_that_is_back_stop_no_others(caplog: pyte
     assert not caplog.text
 
 
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_client_that_gets_the_descriptor_of_a_dead_one_counts_as_connected(known: bool) -> None:
+    """The server is busy. When it learns that the old connection has ended, the new one has its descriptor already."""
+    ended: list[str] = []
+    fillers: list[int] = []
+    server = LineServer(SECRET, silence_s=1.0, on_end=lambda peer, lost: ended.append(peer))
+    async with await server.open(), LineClient(server.address, SECRET, "rank 1"):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as old, context.socket(zmq.DEALER) as new:
+
+            def sockets() -> set[int]:
+                entries = [*Path("/proc/self/fd").iterdir()]
+                return {
+                    int(each.name) for each in entries if str(each.resolve()).rpartition("/")[2].startswith("socket:")
+                }
+
+            def connect(client: zmq.Socket[bytes], name: str) -> int:
+                """Connect, and yield nothing to the server. Returns the descriptor of the connection at the server."""
+                before = sockets()
+                client.linger, client.routing_id, client.curve_serverkey = 0, name.encode(), server._server_keys[0]
+                client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+                client.connect(server.address)
+                hello = {"protocol": 1, "again": False, "machine": ""}
+                client.send(orjson.dumps((exchange.HELLO, name, 0, 0, "", hello)))
+                time.sleep(0.3)
+                # The lower one is that of the client.
+                return max(sockets() - before)
+
+            descriptor = connect(old, "rank 2")
+            if known:
+                await until(lambda: "rank 2" in server.peers)
+            old.close()
+            time.sleep(0.3)  # noqa: ASYNC251
+            # A new descriptor is the lowest free one. Leave one for the new client.
+            while (filler := os.open(os.devnull, os.O_RDONLY)) < descriptor:
+                fillers.append(filler)
+            os.close(filler)
+            os.close(fillers.pop())
+            assert connect(new, "rank 3") == descriptor
+            await until(lambda: bool(ended))
+            assert ended == ["rank 2"] and server.silences() == {"rank 1": 0.0, "rank 3": 0.0}
+    for filler in fillers:
+        os.close(filler)
+
+
 async def test_a_peer_that_was_given_up_cannot_come_back_unnoticed() -> None:
     ended: list[tuple[str, RankLost | None]] = []
     cancelled = asyncio.Event()

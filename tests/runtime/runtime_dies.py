@@ -40,12 +40,12 @@ def wait_for_file() -> None:
 
 
 def prepare(moment: str, number: int) -> None:
-    calls = 0
+    calls, sent = 0, 0
 
     def die() -> None:
         nonlocal calls
         calls += 1
-        # Not at once: some of its groups are trained.
+        # Not at once.
         if calls == (2 if moment in ("evaluates", "bucket") else 9):
             os.kill(os.getpid(), number)
 
@@ -58,9 +58,16 @@ def prepare(moment: str, number: int) -> None:
             die()
         return await asking
 
+    async def ask_and_count(line: LineClient, kind: str, *arguments: Any) -> Any:
+        nonlocal sent
+        answer = await ask(line, kind, *arguments)
+        sent += kind == "group"
+        return answer
+
     match moment:
-        case "generates":
-            before(Episodes, "play", lambda *_: True, die)
+        case "generates":  # after a group of this rank has arrived at a rank that trains
+            LineClient.ask = ask_and_count  # type: ignore[method-assign]
+            before(Episodes, "play", lambda *_: sent > 0, die)
         case "reads":  # goes on when a file is there
             before(opening, "load_prompts", lambda *_: True, wait_for_file)
         case "idles":

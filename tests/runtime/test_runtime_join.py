@@ -89,7 +89,8 @@ def test_nodes_join_leave_and_die_while_a_run_of_one_rank_goes_on(tmp_path: Path
         run.go()
         codes = {name: node.wait(120) for name, node in nodes.items()}
         expected = {"stays": 0, "killed": -signal.SIGKILL, "sends": -signal.SIGKILL, "leaves": 128 + signal.SIGTERM}
-        assert (run.first.wait(120), codes) == (0, expected), run.first.output[-5000:]
+        outputs = {name: node.output[-3000:] for name, node in nodes.items() if codes[name] != expected[name]}
+        assert (run.first.wait(120), codes) == (0, expected), "\n".join([*outputs.values(), run.first.output[-5000:]])
         # When the last steps are played, a prompt of a lost node may come back too late.
         check_trained_once(tmp_path / "runs/run", 60, 20)
         assert "240 trained" in run.first.output
