@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,13 +31,13 @@ STD_EPSILON = 1e-4
 
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 Rewards: TypeAlias = Sequence[float | None] | npt.NDArray[np.floating]
-# (rewards) -> advantages, or (rewards, own) for an estimator with settings: `own` is an instance of `Estimator.settings`.
+# (rewards) -> advantages, or (rewards, settings) for an estimator with `Estimator.settings`.
 AdvantageFn: TypeAlias = Callable[..., Float64Array]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """The input of an estimator. A component without a weight has weight 1."""
+    """The input of an estimator: one group. A component without a weight has weight 1."""
 
     rewards: Sequence[float | None]  # [G] weighted sums of the components
     components: Mapping[str, Sequence[float | None]] = field(default_factory=dict)  # name -> [G]
@@ -46,7 +45,7 @@ class GroupRewards:
     lengths: Sequence[int] = ()  # [G] scored tokens
 
 
-BatchAdvantageFn: TypeAlias = Callable[..., list[Float64Array]]  # (groups) -> advantages, or (groups, own)
+BatchAdvantageFn: TypeAlias = Callable[..., list[Float64Array]]  # (groups) -> advantages, or (groups, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Estimator:
     name: str
     group: AdvantageFn | None = None
     batch: BatchAdvantageFn | None = None
-    alone: bool = False  # whether a group of one may have an advantage
+    alone: bool = False  # whether a group of one may have an advantage != 0
     conflicts: tuple[Conflict, ...] = ()
     settings: type[Method] | None = None  # an instance is the function's second argument
 
@@ -69,11 +68,11 @@ class Estimator:
         """The estimator with its settings from `values`: flat name -> value. Other values are ignored."""
         if self.settings is None:
             return self
-        own = self.settings.from_values(values)
-        if self.group is not None:
-            return replace(self, group=partial(self.group, own=own))
-        assert self.batch is not None
-        return replace(self, batch=partial(self.batch, own=own))
+        settings, group, batch = self.settings.from_values(values), self.group, self.batch
+        if group is not None:
+            return replace(self, group=lambda rewards: group(rewards, settings))
+        assert batch is not None
+        return replace(self, batch=lambda groups: batch(groups, settings))
 
     @property
     def needs_whole_step(self) -> bool:
@@ -95,7 +94,8 @@ class Estimator:
         return [self(group.rewards) for group in groups]
 
     def has_signal(self, group: GroupRewards) -> bool:
-        """Whether an advantage of the group differs from 0. For an estimator of the step: whether rewards or components differ."""
+        """Whether an advantage of the group differs from 0. For an estimator of the step: whether members differ in the reward or
+        in a component."""
         if self.group is not None:
             return bool(self.group(group.rewards).any())
         return any(has_different_values(values) for values in (group.rewards, *group.components.values()))
@@ -336,7 +336,7 @@ def _scale(
 
 
 def _centre(rewards_G: Rewards, ddof: int = 1) -> tuple[Float64Array, float]:
-    """(reward - mean [G], std with divisor n - ddof) of the scorable members. Zeros if their rewards are all equal."""
+    """(reward - mean [G], std with divisor n - ddof) of the scorable members. Zeros and 0 if no two of their rewards differ."""
     values_G = as_rewards(rewards_G)
     scorable_G = ~np.isnan(values_G)
     scored = values_G[scorable_G]

@@ -93,7 +93,7 @@ def on_policy(inputs: LossInputs) -> LossInputs:
 
 
 def centre_on_sampler(inputs: LossInputs) -> LossInputs:
-    """For the setting `old_logprobs: sampler`: the sampler's log-probs become the `old` column. NaN means ratio 1."""
+    """For the setting `old_logprobs: sampler`: the sampler's log-probs become the `old` column. At a NaN the ratio is 1."""
     sampler_S = inputs.sampler_logp_S
     old_S = inputs.logp_S.detach().where(sampler_S.isnan(), sampler_S)
     return replace(inputs, old_logp_S=old_S)
@@ -108,7 +108,7 @@ def reduction_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MetricSum:
-    """A metric as a sum (0-d, detached), and the normaliser that divides the sum over the step.
+    """A metric as a sum (0-d, detached) over a microbatch. The sum over the step is divided by the step's count of `normaliser`.
 
     A metric with `_min` or `_max` in its name is a minimum or maximum over microbatches and ranks, and is not divided.
     """
@@ -143,10 +143,10 @@ class EntropyControl:
     top-entropy mask keeps.) The trainer saves this state in checkpoints.
     """
 
-    coefficient: float  # after the last update
+    coefficient: float  # of the next step, if it has a bonus
     target: float
     delta: float
-    entropy: float = math.inf  # mean of the last step
+    entropy: float = math.inf  # mean of the last step; no step: inf
 
     @property
     def next_coefficient(self) -> float:
@@ -164,7 +164,7 @@ LossFn = Callable[[LossInputs], LossSums]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss for the trainer: a function with bound settings, the normalisers of its sums, and its needs.
+    """A loss for the trainer: a function with bound settings, the normalisers of its sums, and the inputs that it needs.
 
     A loss with an `extra_normaliser` needs a second gradient buffer, or the counts of the whole step before the first backward (see
     `with_scaled_extra`). A loss with `top_entropy_quantile` below 1 needs the entropies of the whole step before the first
@@ -189,7 +189,7 @@ class Loss:
 
     @property
     def needs_whole_step(self) -> bool:
-        """Whether counts or entropies of all microbatches on all ranks must be known before the first backward."""
+        """Whether the first backward needs counts (unless there is a second gradient buffer) or entropies of the whole step."""
         return self.extra_normaliser is not None or self.top_entropy_quantile < 1
 
     def with_control(self, control: EntropyControl) -> Loss:

@@ -8,9 +8,9 @@
                   compares rewards of the same turn (Zeng et al., arXiv:2505.11821)
     last_turn     only the last reply is trained, with the advantage of the episode's reward
 
-gamma is `algorithm.discount`. Replies are in the order of `Trajectory.turns`, which is that of the requests. The rewards r_k are
-`turn_rewards`. The difference of the episode's reward and the sum of all r_k, such as a penalty for length, is added to the last
-r_k. So without `turn_rewards` the last reply has the whole reward, and with gamma = 1 the first return is the episode's reward.
+gamma is `algorithm.discount`. Replies are in the order of `Trajectory.turns`, the order of their requests. The rewards r_k are
+`Trajectory.turn_rewards`. The episode's reward minus the sum of all r_k (such as a penalty for length) is added to the last r_k.
+So without `turn_rewards` the last reply has the whole reward, and with gamma = 1 the first return is the episode's reward.
 
 Shapes: G members, t replies of a member.
 """
@@ -37,19 +37,20 @@ def returns(trajectory: Trajectory, gamma: float) -> Float64Array | None:
     rewards[-1] += trajectory.reward - rewards.sum()
     for turn in range(rewards.size - 2, -1, -1):
         rewards[turn] += gamma * rewards[turn + 1]
-    # The rounding of a sum must not make a difference between equal returns.
+    # Rounding errors of the sums must not make equal returns differ.
     return rewards.round(12)
 
 
 def turn_advantages(estimator: Estimator, trajectories: Sequence[Trajectory], gamma: float) -> list[Float64Array]:
-    """G arrays [t]: the advantage of each reply. Members with fewer replies, or without a reward, are left out of a comparison."""
+    """G arrays [t]: the advantage of each reply. The estimator compares the t-th replies of the members that have t replies and a
+    reward. A member without a reward has advantages of 0."""
     members = [returns(trajectory, gamma) for trajectory in trajectories]
     advantages = [np.zeros(1 if t.turns is None else t.turns.size) for t in trajectories]
-    for turn in range(max((found.size for found in advantages), default=0)):
+    for turn in range(max((member.size for member in advantages), default=0)):
         compared = [None if member is None or turn >= member.size else float(member[turn]) for member in members]
-        for found, advantage in zip(advantages, estimator(compared), strict=True):
-            if turn < found.size:
-                found[turn] = advantage
+        for member, advantage in zip(advantages, estimator(compared), strict=True):
+            if turn < member.size:
+                member[turn] = advantage
     return advantages
 
 

@@ -15,13 +15,13 @@ Bounds [floor, cap] act in one of two ways. `truncate` clamps the ratio. `mask` 
     token_mask         token      mask       MIS in TRL; IcePop (Ring-1T, arXiv:2510.18855) with a floor: `icepop`
     sequence_truncate  sequence   truncate
     sequence_mask      sequence   mask       TRL's default
-    geometric_truncate, geometric_mask       the same at the geometric level (verl)
-    sequence_mask_tis  masks a sequence by its geometric ratio; the tokens of other sequences have the untruncated ratio of the
+    geometric_truncate, geometric_mask       as the two modes above, at the geometric level (verl)
+    sequence_mask_tis  masks a sequence by its geometric ratio; tokens of unmasked sequences have the untruncated ratio of the
                        token level (NeMo's seq-mask-tis)
 
 `veto`: if a token of a sequence has a ratio below the veto, all tokens of the sequence get weight 0 (verl: 1e-4).
 `log_clamp`: bound of |d_t| in nats (verl: 20). `truncate` is from Ionides, "Truncated Importance Sampling" (2008). A masked token
-still counts in N.
+still counts in N, the scored tokens of the step.
 
 A sampler log-prob of NaN means that the engine reported none. Then d_t is 0. A NaN of the trainer reaches the loss and ends the
 run. With `old_logprobs: sampler` the clip is around the sampler's log-probs, and there are no importance weights.
@@ -81,7 +81,7 @@ class Importance(Method):
         "token_truncate",
         "Level of the ratio old / sampler (token, sequence, or geometric mean of the sequence), and whether bounds clamp the ratio "
         "(truncate) or set it to 0 (mask). tis is token_truncate, icepop is token_mask. sequence_mask_tis masks sequences by their "
-        "geometric mean, and tokens of other sequences have their own ratio.",
+        "geometric mean, and tokens of unmasked sequences have their own ratio.",
         choices=IMPORTANCE_MODES,
         fixed=True,
     )
@@ -115,7 +115,7 @@ class Importance(Method):
 
 
 def importance_weights(inputs: LossInputs, settings: Importance) -> tuple[Tensor, Metrics]:
-    """Detached weights [S], and their metrics."""
+    """Detached weights [S], and their metrics. Call this only if `settings.on`."""
     mode = IMPORTANCE_MODES[settings.mode]
     d_S = _log_ratio(old_logp(inputs), inputs.sampler_logp_S)
     if settings.log_clamp is not None:

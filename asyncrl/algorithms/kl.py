@@ -37,7 +37,7 @@ from .method import CheckContext, Method, setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOG_CLAMP = 20.0  # nats, if `Kl.clamp` is set
+LOG_CLAMP = 20.0  # bound of |logp - ref| (nats), if `Kl.clamp` is set
 
 
 def k1(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def estimate(
     clamp: float | None = None,
     weight_S: Tensor | None = None,
 ) -> Tensor:
-    """The estimate [S] times `weight_S`. With `clamp`, log-ratios are clamped to +-20 nats first, and the product to +-clamp.
+    """The estimate [S] times `weight_S` (None: 1). With `clamp`, log-ratios are clamped to +-20 nats, and the product to +-clamp.
 
     So a single token cannot outweigh a batch (NeMo and verl: clamp 10). The gradient of a clamped value is 0.
     """
@@ -120,7 +120,7 @@ class Kl(Method):
     )
     reference_ahead: bool | None = setting(
         None,
-        "Compute a group's reference log-probs while it is scored. null: if a rank that trains scores whole groups of its own.",
+        "Compute a group's reference log-probs while its rewards are computed. null: true if ranks that train score whole groups.",
         flat="reference_ahead",
     )
 

@@ -48,12 +48,13 @@ class Surrogate:
 class LossMethod(Method):
     """Base class of the losses. A subclass needs `name`, `normaliser`, `surrogate`, and a docstring with formula and paper.
 
-    Fields made by `setting` are the settings `algorithm.SECTION.*` (`name` by default). Such a subclass must be a frozen dataclass.
+    Fields made by `setting` are the settings `algorithm.SECTION.*` (SECTION: by default `name`). A subclass with such fields must
+    be a frozen dataclass.
     """
 
     name: ClassVar[str] = ""
     normaliser: ClassVar[Normaliser]
-    # Name of another loss, which has the same gradient if the ratio is always 1. Then the settings of this class have no effect.
+    # Name of the loss with the same gradient where the ratio is always 1, so that settings of this class have no effect. Or empty.
     on_policy_is: ClassVar[str] = ""
     # Whether the loss reads `old_logp_S`: the trainer's log-probs from before the first of several updates.
     needs_old: ClassVar[bool] = True
@@ -82,7 +83,7 @@ class LossMethod(Method):
 
 
 def clip_shares(low: Tensor, high: Tensor, normaliser: Normaliser = Normaliser.TOKENS) -> Metrics:
-    """The metrics `clip_ratio/*`. `low` and `high` are the tokens [S] with a clipped ratio, or their share per sequence [B]."""
+    """The metrics `clip_ratio/*`. `low`, `high`: whether each token [S] is clipped at that bound, or the share per sequence [B]."""
     below, above = low.sum(), high.sum()
     return {
         "clip_ratio/low_mean": MetricSum(below, normaliser),
@@ -302,7 +303,7 @@ class Bnpo(Clipped):
 class OneSided(Bounded):
     """One-sided clip: an upper bound of the ratio for positive advantages, and a lower bound for the other advantages.
 
-    Source: torchtitan's GRPO loss. Equal to `ppo_clip` in value and gradient, without `delta` and `dual_clip`.
+    Source: torchtitan's GRPO loss. Value and gradient equal those of `ppo_clip` without `delta` and `dual_clip`.
     Formula: the sum of `-A_t min(r_t, 1 + epsilon_high)` for A > 0, and of `-A_t max(r_t, 1 - epsilon)` otherwise.
     """
 
@@ -435,16 +436,5 @@ class Vespo(LossMethod):
 
 
 ALL: tuple[type[LossMethod], ...] = (
-    Grpo,
-    Bnpo,
-    Dapo,
-    DrGrpo,
-    Gspo,
-    Cispo,
-    Sapo,
-    Luspo,
-    Vespo,
-    Reinforce,
-    PpoClip,
-    OneSided,
-)
+    Grpo, Bnpo, Dapo, DrGrpo, Gspo, Cispo, Sapo, Luspo, Vespo, Reinforce, PpoClip, OneSided
+)  # fmt: skip

@@ -36,7 +36,7 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The declaration of a setting. The arguments of `setting` explain the attributes."""
+    """The declaration of a setting. The docstring of `setting` explains the attributes."""
 
     section: str
     name: str
@@ -69,14 +69,14 @@ class CheckContext:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A setting that a loss or an advantage cannot be combined with.
+    """Values of a setting that a loss or an advantage cannot be combined with.
 
     The message is `{name} is {value} but {method}, {reason}`. So `reason` begins with "which", and ends with what to do.
     """
 
     name: str  # dotted name of the setting
     reason: str
-    when: Callable[[CheckContext], bool]
+    when: Callable[[CheckContext], bool]  # true: refuse
 
     def message(self, method: str, context: CheckContext) -> str:
         """The message. `method`: kind and name of the method, such as "algorithm.loss is bnpo"."""

@@ -41,14 +41,14 @@ def advantage_named(name: str) -> Estimator:
 
 
 def methods() -> Iterator[type[Method]]:
-    """Every class that has settings: losses, advantages, terms."""
+    """All built-in losses, the settings of all built-in advantages, and all terms."""
     yield from LOSSES.values()
     yield from (estimator.settings for estimator in ADVANTAGES.values() if estimator.settings is not None)
     yield from TERMS
 
 
 def settings() -> Mapping[str, Setting]:
-    """Flat name -> setting, for all methods. A setting that several methods share (`algorithm.clip`) appears once.
+    """Flat name -> setting, for all built-in methods. A setting that several methods share (`algorithm.clip`) appears once.
 
     Errors: TypeError if two methods have different settings with one flat name.
     """
@@ -63,7 +63,7 @@ def settings() -> Mapping[str, Setting]:
 
 
 def readers() -> Mapping[str, tuple[str, ...]]:
-    """Flat name of a setting -> names of the losses that read the setting."""
+    """Flat name of a setting -> names of the built-in losses that read the setting."""
     losses_by_setting: dict[str, tuple[str, ...]] = {}
     for name, loss in LOSSES.items():
         for setting in loss.settings():
@@ -72,7 +72,7 @@ def readers() -> Mapping[str, tuple[str, ...]]:
 
 
 def make_terms(**values: Any) -> Terms:
-    """The terms. `values`: flat name of a setting -> value."""
+    """The terms with the settings in `values` (flat name -> value), and defaults for other settings."""
     return Terms(*(term.from_values(values) for term in TERMS))
 
 
@@ -86,9 +86,9 @@ def build_loss(name: str, **values: Any) -> Loss:
     """The loss with this name for the trainer, with all terms, the entropy bonus, and the metrics of entropy and mismatch.
 
     `values`: flat name of a setting (`epsilon`, `sapo_temperature_pos`, `kl_coef`) -> value. Settings of other losses are ignored.
-    With `old_logprobs="sampler"` the clip is centred on the sampler's log-probs, and there are no importance weights: only one of
-    the two corrections may act. With `force_on_policy` the `old` column is not read. With `entropy_target` the trainer must bind
-    the coefficient of each step (`Loss.with_control`).
+    With `old_logprobs="sampler"` the clip is centred on the sampler's log-probs, so there are no importance weights, which would
+    correct the same difference again. With `force_on_policy` the `old` column is not read. With `entropy_target` the trainer must
+    bind the coefficient of each step (`Loss.with_control`).
     Errors: ConfigError for an unknown name; TypeError for a setting that no method has.
     """
     method = make_loss(name, **values)
@@ -120,7 +120,7 @@ def build_loss(name: str, **values: Any) -> Loss:
 
 
 def build_reward_penalty(**values: Any) -> Kl | None:
-    """The KL whose `penalties` reduce rewards, with the arguments of `build_loss`. None if the run has no KL in the reward."""
+    """The KL for `place: reward`, with the settings in `values` (see `build_loss`). None if the run has no KL in the reward."""
     kl = make_terms(**values).kl
     return kl if kl.on and kl.place == "reward" else None
 

@@ -3,8 +3,8 @@
     surrogate -> x scale by the sign of A -> x off-policy sequence mask (OPSM) -> x top-entropy mask -> x importance weight -> + KL
     -> the sum of the loss class (-> + entropy bonus, in `registry.py`)
 
-The KL term is not multiplied by a weight. The ratio multiplies the KL only with `bias_correction` (`kl.py`). Tokens that OPSM or
-the top-entropy mask removes have no surrogate, but still count in N. `importance.py` and `kl.py` have one term each.
+The KL term is not multiplied by the importance weight, and by the ratio only with `bias_correction` (`kl.py`). Tokens that OPSM
+or the top-entropy mask removes have no surrogate, but still count in N. `importance.py` and `kl.py` have one term each.
 
 Shape legend: S scored tokens of a microbatch, B sequences of the microbatch, N scored tokens of a step. A is the advantage.
 """
@@ -131,10 +131,10 @@ def off_policy_keep(inputs: LossInputs, threshold: float) -> tuple[Tensor, Metri
 
 
 def entropy_threshold(entropy_N: Tensor, top: float) -> float:
-    """The quantile `1 - top` of the entropies. Tokens with `entropy >= threshold` are kept, which is the share `top` of all tokens.
+    """The quantile `1 - top` of the entropies. The share `top` of the tokens has `entropy >= threshold`; these tokens are kept.
 
-    Paper: Wang et al., "Beyond the 80/20 Rule" (arXiv:2506.01939), eq. 6. Interpolates linearly, like torch.quantile, which
-    refuses more than 16 million elements. Without tokens the threshold is minus infinity.
+    Paper: Wang et al., "Beyond the 80/20 Rule" (arXiv:2506.01939), eq. 6. Interpolates linearly like torch.quantile, but also
+    takes more than 16 million elements. Without tokens the threshold is minus infinity.
     """
     count = entropy_N.numel()
     if count == 0:
@@ -147,7 +147,7 @@ def entropy_threshold(entropy_N: Tensor, top: float) -> float:
 
 
 def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> Group:
-    """The group with masked completions: those whose text was cut (if `truncated`), or have more than `longest` sampled tokens.
+    """Masks each completion that was cut at a limit (if `truncated`), or has more than `longest` sampled tokens (None: no limit).
 
     Paper: DAPO (arXiv:2503.14476), section 3.4, "overlong filtering". Rewards do not change, so the baseline of the group stays.
     A masked sequence still counts as a sequence of the step. Its tokens do not count (TRL: `mask_truncated_completions`).
@@ -166,7 +166,7 @@ def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> G
 
 @dataclass(frozen=True)
 class OffPolicyMask(Method):
-    """Off-policy sequence masking (OPSM): no policy loss for sequences with negative advantage that became improbable."""
+    """Off-policy sequence masking (OPSM): no policy loss for sequences with negative advantage whose log-prob fell too far."""
 
     section: ClassVar[str] = "off_policy_mask"
     switches: ClassVar[tuple[str, ...]] = ("threshold",)
@@ -265,9 +265,9 @@ def _per_token(
     metrics.update(surrogate.metrics)
     loss_S, scale, quantile = surrogate.loss_S, terms.scale, terms.top_entropy.quantile
     if scale.on:
-        good_S, bad_S = inputs.advantage_S > 0, inputs.advantage_S < 0
+        positive_S, negative_S = inputs.advantage_S > 0, inputs.advantage_S < 0
         ones_S = loss_S.new_ones(loss_S.shape)
-        loss_S = loss_S * ones_S.masked_fill(good_S, scale.positive).masked_fill(bad_S, scale.negative)
+        loss_S = loss_S * ones_S.masked_fill(positive_S, scale.positive).masked_fill(negative_S, scale.negative)
     if terms.off_policy_mask.threshold is not None:
         keep_S, mask_metrics = off_policy_keep(inputs, terms.off_policy_mask.threshold)
         metrics.update(mask_metrics)

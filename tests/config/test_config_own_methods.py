@@ -106,9 +106,9 @@ class Shift(Method):
 
 
 @of_group(alone=True, settings=Shift)
-def shifted(rewards, own):
+def shifted(rewards, settings):
     """`r - by`."""
-    return as_rewards(rewards) - own.by
+    return as_rewards(rewards) - settings.by
 
 
 def means(rewards):
