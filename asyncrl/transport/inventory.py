@@ -92,7 +92,7 @@ def _read_entry(name: str) -> Entry:
 
 
 def _with_ring(entry: Entry, data: memoryview) -> Entry:
-    """Add the number of records, or the problem, if the segment is a ring or a damaged one."""
+    """If the segment is a ring or was renamed as damaged, add the number of its records, or the problem."""
     damaged = ".damaged-" in entry.name
     if not damaged and int.from_bytes(data[:8], "little") != MAGIC:
         return entry
@@ -107,7 +107,7 @@ def _with_ring(entry: Entry, data: memoryview) -> Entry:
 
 
 def clear(name: str, *, drop_records: bool = False) -> int:
-    """Remove a segment without an owner, with the rings that belong to it. Returns their size in bytes.
+    """Remove a segment without an owner, with the rings that belong to it. Returns the bytes of all removed segments.
 
     Errors: ArenaOwned if the segment has an owner; TransportError for accepted records, or a damaged ring that may hold some, if
     `drop_records` is not set; FileNotFoundError.
@@ -132,14 +132,14 @@ def clear(name: str, *, drop_records: bool = False) -> int:
 
 def _clear_locked(name: str, parts: list[str], drop_records: bool) -> int:
     # Seal before the count. A producer that stores a record later sees the seal and keeps the record for the next owner.
-    before = [(part, _seal(part, True)) for part in parts]
+    sealed_before = [(part, _seal(part, True)) for part in parts]
     found = [_read_entry(part) for part in parts]
     records = sum(entry.records for entry in found)
     # A segment that is only a header has no room for records, so its problem does not matter.
     problems = [entry.problem for entry in found if entry.problem and entry.size > HEADER_BYTES]
     if (records or problems) and not drop_records:
-        for part, sealed in before:
-            _seal(part, sealed)
+        for part, was_sealed in sealed_before:
+            _seal(part, was_sealed)
         words = [f"holds {records} accepted records that were neither trained nor dropped"] if records else []
         words += [f"may hold records that cannot be read: {'; '.join(problems)}"] if problems else []
         raise TransportError(
@@ -157,7 +157,7 @@ def _seal(name: str, sealed: bool) -> bool:
         segment = Segment.attach(name)
     except TransportError:
         return False
-    before = segment.sealed
+    was_sealed = segment.sealed
     segment.seal(sealed)
     segment.close(unlink=False)
-    return before
+    return was_sealed

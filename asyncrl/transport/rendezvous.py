@@ -1,4 +1,4 @@
-"""The rendezvous: one AF_UNIX socket per owner, which sends a producer the name of its ring, and eventfds. It carries no records.
+"""The rendezvous: one AF_UNIX socket per owner. The owner sends each producer its ring's name and two eventfds, but no records.
 
     producer                                   owner
     {protocol, producer}                  ->
@@ -36,7 +36,7 @@ def address(segment: Segment) -> str:
 
 
 def listen(segment: Segment) -> socket.socket:
-    """The owner's socket; does not block."""
+    """The owner's listening socket, non-blocking."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         listener.bind(address(segment))
@@ -119,8 +119,8 @@ class Attachment:
     connection: socket.socket
     ring: str  # the name of the ring's segment
     fresh: bool  # whether the ring was made for this attachment
-    data: int  # eventfd: the producer put something
-    space: int  # eventfd: the owner released something
+    data: int  # eventfd that the producer writes after a put
+    space: int  # eventfd that the owner writes after a release
 
     def close(self) -> None:
         """Close the connection and the eventfds."""
@@ -129,7 +129,7 @@ class Attachment:
 
 
 def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | None:
-    """Ask the owner of the segment for this producer's ring. None if no owner listens, or the owner ends before its answer.
+    """Ask the segment's owner for this producer's ring. Returns None if no owner listens, or the owner ends before its answer.
 
     Errors: RingDetached with the owner's refusal, or without an answer at `deadline` (monotonic s); TransportError; OSError.
     """

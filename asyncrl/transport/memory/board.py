@@ -123,7 +123,7 @@ class SlabHalves:
         try:
             if slab.size != (size := 2 * _slab_half(elements, dtype)):
                 raise TransportError(
-                    f"slab {name!r} has {slab.size:,} bytes, but the weight board has {size:,}; use the board's own"
+                    f"slab {name!r} has {slab.size:,} bytes, but the weight board needs {size:,}; use the board's own slab"
                 )
             return cls(slab, elements, dtype)
         except BaseException:
@@ -305,7 +305,7 @@ class Board:
         return copy_beside(self._stored[index], self._halves[index]) if self.reads_copies else None
 
     def reads_ended(self) -> DeviceWait:
-        """A wait for the reads launched so far. If this process has moved to the other half, no kernel reads the old one then."""
+        """A wait for all reads launched before this call. After the wait no kernel reads a half that this process has left."""
         self._check_open()
         return record_event(self._halves[0].device)
 
@@ -348,7 +348,7 @@ class Board:
         if source.shape != (self.elements,) or source.dtype != self.dtype or source.device != device:
             raise ValueError(
                 f"the weight board holds {self.elements} x {self.dtype} on {device}; found {tuple(source.shape)} x "
-                f"{source.dtype} on {source.device}; give a flat buffer of the board's form"
+                f"{source.dtype} on {source.device}; give a flat buffer of the board's shape, dtype and device"
             )
         if not source.is_contiguous():
             raise ValueError("the weight board takes contiguous weights only; found strided ones: call .contiguous()")

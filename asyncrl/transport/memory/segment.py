@@ -43,7 +43,7 @@ from .words import Words, fault
 DIRECTORY = "/dev/shm"
 PREFIX = "asyncrl."
 HEADER_BYTES = 4096
-# The number of forks that led to this process. A new value shows an object a fork since its creation, without `os.getpid`.
+# The number of forks that led to this process. An object that keeps the number notices a later fork without `os.getpid`.
 forks = 0
 _MAGIC = int.from_bytes(b"asyncrl\0", "little")
 _VERSION = 2
@@ -252,7 +252,7 @@ class _Descriptor:
         self.keep_name = True
         self.close_file()
 
-    def forked(self) -> None:
+    def close_after_fork(self) -> None:
         """In a forked child: close the shared file description, so that the lock ends with the parent."""
         if self.fd >= 0:
             os.close(self.fd)
@@ -264,7 +264,7 @@ def _after_fork_in_child() -> None:
     global forks
     forks += 1
     for segment in list(_open_segments):
-        segment._descriptor.forked()
+        segment._descriptor.close_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -9,7 +9,7 @@ exported once and opened once. The description of the slab is in shared memory u
 `device="cpu"` the memory of the slab is in shared memory too.
 
 Device memory ends with its owner, and no process may read freed memory. So the owner must keep the memory until all other processes
-have closed their mappings. A launch returns before its kernel ends, so the owner must wait for its writes before others read.
+have unmapped it. A launch returns before its kernel ends, so the owner must wait for its writes before other processes read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Slab:
 
     @classmethod
     def attach(cls, name: str) -> Self:
-        """The slab of another process or of this one. Errors: FileNotFoundError; TransportError for another segment;
+        """The slab of another process or of this one. Errors: FileNotFoundError; TransportError for a segment that is no slab;
         PlatformError for memory that cannot be opened."""
         segment = Segment.attach(name)
         try:

@@ -4,8 +4,8 @@ The allocation comes from the driver and not from torch's allocator, for two rea
 allocation, and torch's allocator would put other tensors into the allocation. With `expandable_segments` the memory of
 torch has no IPC handle at all. A slab works with any PYTORCH_CUDA_ALLOC_CONF. torch's memory statistics omit slabs.
 
-Source of the rules: the CUDA driver API, "Memory Management". cuIpcGetMemHandle, cuIpcOpenMemHandle: one context per handle and
-device. If the exporter frees memory that an importer has open, the result is undefined.
+Source of the rules: the CUDA driver API, "Memory Management", cuIpcGetMemHandle and cuIpcOpenMemHandle. A process may open a handle
+in one context per device. If the exporter frees memory that an importer has open, the result is undefined.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _OUT_OF_MEMORY = 2
 # The driver exports whole blocks of 2 MiB. A smaller allocation would also export its neighbours.
 _SHARED_BLOCK = 1 << 21
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
-# All memory that this process has, by description: a process cannot open its own IPC handle, and maps each handle once. The key has
-# the pid, because a fork copies the dictionary.
+# All slab memory of this process, by (pid, description). A process cannot open its own IPC handle, and maps each handle once. The
+# pid is part of the key, because a fork copies the dictionary.
 _memories: weakref.WeakValueDictionary[tuple[int, bytes], CudaMemory] = weakref.WeakValueDictionary()
 
 
@@ -77,11 +77,11 @@ class Driver:
 
     def free(self, ordinal: int, address: int) -> None:
         """Free memory that `allocate` returned. The driver first waits for the work of the device."""
-        with self._context(ordinal, last=True):
+        with self._context(ordinal, ends_memory=True):
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def export(self, ordinal: int, address: int) -> bytes:
-        """The IPC handle (64 bytes) of memory of `allocate`. Errors: DriverError."""
+        """The IPC handle (64 bytes) of memory that `allocate` returned. Errors: DriverError."""
         handle = _Handle()
         with self._context(ordinal):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
@@ -98,14 +98,14 @@ class Driver:
 
     def close(self, ordinal: int, address: int) -> None:
         """Unmap memory that `open` mapped. First waits for the device, because a kernel may still read the memory."""
-        with self._context(ordinal, last=True):
+        with self._context(ordinal, ends_memory=True):
             self._call("cuCtxSynchronize")
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     @contextlib.contextmanager
-    def _context(self, ordinal: int, *, last: bool = False) -> Iterator[Callable[[], None]]:
-        """Make the primary context current. The yielded function takes a reference to the context, for new memory. `last`: the call
-        ends a block of memory, so drop the block's reference."""
+    def _context(self, ordinal: int, *, ends_memory: bool = False) -> Iterator[Callable[[], None]]:
+        """Make the primary context current. The yielded function takes a reference to the context, for new memory. `ends_memory`:
+        the body frees or unmaps memory, so drop the reference of that memory afterwards."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
@@ -120,7 +120,7 @@ class Driver:
                 yield retain
             finally:
                 self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-            if last:
+            if ends_memory:
                 self._call("cuDevicePrimaryCtxRelease_v2", device)
         finally:
             self._call("cuDevicePrimaryCtxRelease_v2", device)
@@ -158,9 +158,9 @@ class CudaMemory:
     @classmethod
     def open(cls, size: int, description: bytes) -> CudaMemory:
         """The memory of a description. Errors: PlatformError if the device is invisible here, or the driver refuses."""
-        known = _memories.get((os.getpid(), description))
-        if known is not None:
-            return known
+        existing = _memories.get((os.getpid(), description))
+        if existing is not None:
+            return existing
         raw, handle, pid = _DESCRIPTION.unpack(description)
         uuid = raw.rstrip(b"\0").decode()
         check_cuda(torch.device("cuda"))
@@ -222,8 +222,7 @@ def allocate_exported(driver: Driver, ordinal: int, size: int) -> tuple[int, byt
         driver.free(ordinal, address)
         raise PlatformError(
             f"memory of cuda:{ordinal} cannot be shared with other processes here ({error}): CUDA IPC needs native "
-            "Linux (no WSL), and some integrated and virtual GPUs lack it. Use "
-            "generation.placement=shared"
+            "Linux (no WSL), and some integrated and virtual GPUs lack it. Use generation.placement=shared"
         ) from error
 
 
@@ -233,7 +232,7 @@ def open_exported(driver: Driver, ordinal: int, handle: bytes, pid: int) -> int:
         return driver.open(ordinal, handle)
     except DriverError as error:
         raise PlatformError(
-            f"the slab of process {pid} on cuda:{ordinal} cannot be opened here ({error}): its process must live, and "
+            f"the slab of process {pid} on cuda:{ordinal} cannot be opened here ({error}): that process must live, and "
             "containers must share the host's IPC and PID namespaces (docker --ipc=host --pid=host)"
         ) from error
 

@@ -7,8 +7,8 @@ Contract
 * Closing an end ends the queue. After the send end is closed, the receivers get the remaining items. Then `get` raises
   `anyio.EndOfStream`, and `async for` ends. After the receive end is closed, `put` raises `anyio.BrokenResourceError`.
   A closed end raises `anyio.ClosedResourceError`.
-* Use cancel scopes of anyio, which do not interrupt a task that has just received an item. After
-  `asyncio.Task.cancel` the item of such a `get` is lost, so never cancel a single task of a run by this method.
+* Use cancel scopes of anyio, which do not interrupt a `get` that has just received an item. `asyncio.Task.cancel` does
+  interrupt it, and the item is lost, so never cancel a single task of a run by this method.
   The item of a cancelled `put` may have been taken at the same moment, so never put the item again.
 * A queue moves references, never bytes. The items of one producer keep their order.
 """

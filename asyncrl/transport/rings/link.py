@@ -16,7 +16,7 @@ from ..memory.segment import Segment
 from .ring import CLOSED, RingMemory, RingReader, format_ring, ring_bytes
 from .types import RingStatistics
 
-PAUSE_S = 0.1  # after an `accept` that found no free descriptor
+PAUSE_S = 0.1  # seconds, after an `accept` that found no free descriptor
 
 
 class Link:
@@ -60,7 +60,7 @@ class Link:
 
     @property
     def process_hidden(self) -> bool:
-        """The process is in another pid namespace, so only the end of the connection shows its end."""
+        """Whether the producer is in another pid namespace. Then only the end of the connection shows the producer's end."""
         return self.memory.pid == 0
 
     @property
@@ -133,8 +133,8 @@ class Link:
 class ProducerListener:
     """The owner's listening socket, and the connections of producers that have sent no hello yet.
 
-    Without a free descriptor `accept` fails, and the socket stays readable. So the loop stops watching the socket for
-    0.1 s; otherwise the loop would do nothing else.
+    Without a free descriptor `accept` fails, and the socket stays readable. Then the loop does not watch the socket for
+    `PAUSE_S`; otherwise the loop would do nothing else.
     """
 
     def __init__(

@@ -137,13 +137,13 @@ class ProducerCore:
         return [] if attachment is None else [attachment.space, attachment.connection.fileno()]
 
     def clear_space_event(self) -> None:
-        """Call before a new try to put: a release after this call makes the eventfd readable again."""
+        """Call this before a new try to put: a release after this call makes the eventfd readable again."""
         if self._attachment is not None and not self._owner_disconnected():
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._attachment.space)
 
     def raise_at_owner_end(self) -> None:
-        """Raise RingDetached if the owner has closed the ring, once for each end. The next put waits for an owner."""
+        """Raise RingDetached if the owner has closed the ring, but only once after each close: later puts wait for an owner."""
         if self._segment is not None and self._segment.sealed and not self._end_raised:
             self._end_raised = True
             raise RingDetached(

@@ -8,7 +8,7 @@
 Guarantees
 * A record whose `put` returned is delivered to this owner or, if this owner dies first, to the next owner. Only
   `release` removes a record. A new owner first gets all unreleased records, oldest first, and then new records.
-* An owner delivers a member (epoch, group, member) once, unless 131,072 later ones were released. It counts duplicates.
+* An owner delivers a member (epoch, group, member) once and counts duplicates, until 131,072 later members were released.
 * Torn or damaged records are counted and skipped. An unfinished record of a dead producer is counted. The ring of a
   dead producer is freed when its records are released. A stopped producer is not dead and keeps its ring.
 * No polling: the loop's selector waits for eventfds (records), pidfds and connections (deaths).
@@ -166,7 +166,7 @@ class RecordRing:
         for link in list(self._links.values()):
             self._poll_ring(link)
         for link in self._links.values():
-            # No poll after this: a `put` that sees the seal stores its record again, for the next owner, and one copy may lie here.
+            # No poll after the seal: a `put` that sees it stores its record again for the next owner, though it may lie here too.
             link.segment.seal()
             link.disconnect(self._loop)
         self._close_listener()
@@ -322,7 +322,7 @@ class RecordRing:
             self._rename_damaged(link.segment.name, reason)
 
     def _drop_link(self, link: Link) -> None:
-        """Remove a link, and add its reader's counts to the owner's."""
+        """Remove a link, and add its reader's counts to `_counts`."""
         self._counts.passed_over += link.reader.passed_over
         self._counts.torn += link.reader.lost
         del self._links[link.producer]
@@ -360,13 +360,13 @@ class RecordRing:
         self._poll_ring(link)  # records that were put while the ring had no owner
 
     def _admit(self, connection: socket.socket, message: dict[str, object]) -> Link:
-        """Answer a hello with the producer's ring, an old one or a new one. Errors: TransportError to send back."""
+        """Answer a hello with the producer's earlier ring or a new one. Errors: TransportError, whose text is the answer."""
         producer = rendezvous.producer_id(message)
         link = self._links.get(producer)
-        fresh = link is None
+        is_new = link is None
         if link is None:
             link = self._new_link(producer, rendezvous.peer(connection)[0])
-        answer = {"ring": link.segment.name, "fresh": fresh}
+        answer = {"ring": link.segment.name, "fresh": is_new}
         rendezvous.send(connection, answer, [self._data_event, link.open_space_event()])
         return link
 

@@ -217,8 +217,8 @@ class RingReader:
     def __init__(self, memory: RingMemory) -> None:
         self.memory = memory
         self.outstanding = 0  # records found and not released
-        self.lost = 0  # invalid descriptors, and returns of the head
-        self.passed_over = 0  # slots that a put skipped: they were still in use
+        self.lost = 0  # invalid descriptors, and impossible moves of the head
+        self.passed_over = 0  # slots that a put skipped because they were in use
         self._next = 0
 
     def replay(self) -> list[tuple[int, int]]:

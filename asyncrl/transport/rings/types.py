@@ -17,7 +17,7 @@ class RingSettings:
 
     size: int = 1 << 28  # bytes of all rings together
     slots: int = 256  # records per producer
-    ring_bytes: int = 1 << 24  # payload per producer, and so the largest record
+    ring_bytes: int = 1 << 24  # payload per producer: limit of one record, too
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class RingStatistics:
     duplicates: int = 0  # members that an earlier record had
     torn: int = 0  # records with damaged bytes
     half_written: int = 0  # records that a dead producer began but did not put
-    passed_over: int = 0  # slots that a put skipped: they were still in use
+    passed_over: int = 0  # slots that a put skipped because they were in use
     replayed: int = 0  # found in rings of an earlier owner
     producers: int = 0  # attached now
     rings: int = 0

@@ -90,13 +90,13 @@ SLICE_S = 10.0
 _LATE_S = 1.0
 
 
-def stopped_s(began: float, asked: float) -> float:
+def stopped_s(began: float, limit_s: float) -> float:
     """Seconds since `began` (`time.monotonic`) if this process was suspended during the wait, else 0.
 
-    The process counts as suspended if a wait of `asked` seconds took more than a second longer.
+    The process counts as suspended if a wait of at most `limit_s` seconds took more than a second longer.
     """
-    took = time.monotonic() - began
-    return took if took > asked + _LATE_S else 0.0
+    elapsed = time.monotonic() - began
+    return elapsed if elapsed > limit_s + _LATE_S else 0.0
 
 
 Waits: TypeAlias = Generator[Readable | Pause | Call, Any, None]
