@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.concurrency.descriptors import Reserve, descriptor_advice, lacks_descriptors
-from asyncrl.concurrency.ending import run_program, start_exit_deadline
+from asyncrl.concurrency.exit_deadline import run_program, start_exit_deadline
 from asyncrl.config.imports import is_interrupt, raised
 from asyncrl.distributed.launcher import Launcher, tie_to_launcher
 from asyncrl.errors import AsyncrlError, ConfigError, PlatformError, RankLost

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from asyncrl import __version__
-from asyncrl.concurrency.ending import run_program
+from asyncrl.concurrency.exit_deadline import run_program
 from asyncrl.telemetry.output import lossy_output
 
 USAGE = """\

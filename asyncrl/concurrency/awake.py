@@ -1,8 +1,8 @@
 """A monotonic clock that leaves out suspensions of this process. Deadlines on the event loop of a run use this clock.
 
 A job can be suspended by Ctrl-Z or by a paused container. The kernel's clocks go on meanwhile, so on waking every deadline would
-have passed. Here a gap of more than a second between two readings counts as a suspension, without its first second and the
-processor time that the process used meanwhile.
+have passed. Here a gap of more than a second between two readings counts as a suspension, minus one second and minus the processor
+time that the process used meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-# The first second of a gap counts as no suspension: on a busy machine a thread may wait for a processor.
+# The part of a gap that counts as no suspension, in seconds: on a busy machine a thread may wait for a processor.
 GAP_S = 1.0
 
 _lock = threading.Lock()
@@ -25,14 +25,14 @@ _cpu_reading = (0.0, 0.0)
 
 
 def suspended_s() -> float:
-    """Seconds of suspension that were noticed so far. Callable from any thread."""
+    """Seconds of all suspensions that were noticed in this process. Callable from any thread."""
     global _last_reading, _cpu_reading, _suspended_s
     with _lock:
-        before, _last_reading = _last_reading, time.monotonic()
+        previous, _last_reading = _last_reading, time.monotonic()
         if _last_reading - _cpu_reading[0] > 0.25:
             cpu_before, _cpu_reading = _cpu_reading, (_last_reading, time.process_time())
-            if _loops and _last_reading - before > GAP_S:
-                _suspended_s += max(0.0, _last_reading - before - GAP_S - (_cpu_reading[1] - cpu_before[1]))
+            if _loops and _last_reading - previous > GAP_S:
+                _suspended_s += max(0.0, _last_reading - previous - GAP_S - (_cpu_reading[1] - cpu_before[1]))
         return _suspended_s
 
 
@@ -48,13 +48,13 @@ def on_loop(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     """Inside the context `loop.time` leaves out suspensions. The clock must be read several times a second, because a long gap
     between readings counts as a suspension. Contexts of one loop may be nested. uvloop's timers ignore `loop.time`, but anyio
     reads `loop.time` again when a timer fires, before it cancels anything."""
-    before = suspended_s()
+    suspended_before = suspended_s()
     with _lock:
         _loops[loop] += 1
     if _loops[loop] == 1:
         loop_time = loop.time
         # The instance attribute shadows the method, for this loop only.
-        loop.time = lambda: loop_time() - (suspended_s() - before)  # type: ignore[method-assign]  # see above
+        loop.time = lambda: loop_time() - (suspended_s() - suspended_before)  # type: ignore[method-assign]  # see above
     try:
         yield
     finally:

@@ -41,7 +41,7 @@ def encode(message: Mapping[str, Any], data: bytes = b"") -> bytes:
 
 def decode(buffer: bytearray) -> dict[str, Any] | None:
     """Remove the first message from `buffer` and return it. None: the message is incomplete. Errors: TransportError if the buffer
-    starts with something else; the error shows the first bytes."""
+    does not begin with a message; the error shows the first bytes."""
     if not buffer.startswith(_MAGIC[: len(buffer)]):
         raise TransportError(f"bytes that are no message: {bytes(buffer[:80])!r}" + "..." * (len(buffer) > 80))
     if len(buffer) < _HEADER.size:

@@ -1,7 +1,7 @@
 """Child processes of a run. Each is a new interpreter, not a fork of this process, and has a channel to this process.
 
 A child is run as `python -m MODULE CHANNEL PARENT`. CHANNEL is the descriptor of the child's end of the channel, and PARENT is the
-number of this process. The child calls `die_with_parent(PARENT)` before anything else. A child with a guard gets no PARENT.
+pid of this process. The child calls `die_with_parent(PARENT)` before anything else. A child with a guard gets no PARENT.
 
 Guarantees
 * A child has a session of its own: Ctrl-C in the terminal does not reach it. It inherits only its channel, the
@@ -38,7 +38,7 @@ from .shield import wait_shielded
 # The folder that holds the package `asyncrl`.
 _HOME = str(Path(__file__).resolve().parents[2])
 _PR_SET_PDEATHSIG = 1
-# From SIGTERM to SIGKILL. A guard needs longer only if it is suspended, or waits for a process that is stuck in the kernel.
+# Seconds from SIGTERM to SIGKILL. A guard needs more only if it is suspended, or waits for a process that is stuck in the kernel.
 GUARD_S = 10.0
 _TAIL_BYTES = 1 << 16
 _LONGEST_LINE = 500
@@ -129,13 +129,13 @@ class ChildProcess:
     def last_lines(self, count: int = 20) -> str:
         """The last lines of the child's output, without control characters. Works while the child runs and after its end."""
         tail = self._read_tail() if self._popen.returncode is None else self._output_tail
-        lines = [_shown(line) for line in tail.decode("utf-8", "replace").split("\n")]
+        lines = [_printable(line) for line in tail.decode("utf-8", "replace").split("\n")]
         return "\n".join([line for line in lines if line][-count:])
 
     def hang_up(self, grace_s: float) -> None:
         """Close the channel, which asks the child to end. Kill the child if it still runs after `grace_s` seconds."""
         self.channel.close()
-        self._later(grace_s, self.kill)
+        self._set_timer(grace_s, self.kill)
 
     def kill(self) -> None:
         """Kill the child and close the channel. `ended` is done soon afterwards. A second call does nothing."""
@@ -145,7 +145,7 @@ class ChildProcess:
         self._killed = True
         if self._guarded:
             self._signal_group(signal.SIGTERM)
-            self._later(GUARD_S, lambda: self._signal_group(signal.SIGKILL))
+            self._set_timer(GUARD_S, lambda: self._signal_group(signal.SIGKILL))
         else:
             self._signal_group(signal.SIGKILL)
 
@@ -163,7 +163,7 @@ class ChildProcess:
         if cancelled is not None:
             raise cancelled
 
-    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+    def _set_timer(self, seconds: float, act: Callable[[], None]) -> None:
         if self._cancel_timer is not None:
             self._cancel_timer()
         if not self.ended.done():
@@ -171,7 +171,7 @@ class ChildProcess:
             self._cancel_timer = awake.call_later(asyncio.get_running_loop(), seconds, act)
 
     def _signal_group(self, number: int) -> None:
-        # The numbers of a reaped child and of its group may belong to another process.
+        # The pid of a reaped child, which is also the id of its group, may belong to another process.
         if self._popen.returncode is None:
             # PermissionError: macOS does not let anybody kill a zombie.
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -208,10 +208,10 @@ def open_output(path: Path | None) -> IO[bytes]:
     return path.open("ab+", buffering=0)
 
 
-def _shown(line: str) -> str:
+def _printable(line: str) -> str:
     """The text after the last carriage return (a progress bar overwrites its line), without control characters, cut to length."""
     line = line.rstrip().rpartition("\r")[2]
-    shown = "".join(each if each.isprintable() or each == "\t" else "\N{REPLACEMENT CHARACTER}" for each in line)
+    shown = "".join(char if char.isprintable() or char == "\t" else "\N{REPLACEMENT CHARACTER}" for char in line)
     return shown if len(shown) <= _LONGEST_LINE else f"{shown[:_LONGEST_LINE]}..."
 
 

@@ -29,7 +29,7 @@ def _describe_task(task: asyncio.Task[Any]) -> str:
 
 
 def describe_holder(holder: Any) -> str:
-    """Name and current frame of a thread, or number and name of a child process of multiprocessing."""
+    """Name and current frame of a thread, or pid and name of a child process of multiprocessing."""
     if isinstance(holder, threading.Thread):
         return f"thread {holder.name!r} in {top_user_frame(holder.ident or 0)}"
     return f"process {holder.pid} ({holder.name})"
@@ -38,7 +38,7 @@ def describe_holder(holder: Any) -> str:
 def culprit(waits: Sequence[Wait], now: float, remote_cause: str | None = None) -> str:
     """The wait that explains a standstill, in words. A wait for something outside of the run is chosen first, then the order of
     `_RUN_PARTS` decides. Among equals, waits of tasks come first, because their frame is known, and then the longest wait.
-    remote_cause: what this rank needs from another rank; comes first, unless a task of this rank waits for something outside."""
+    remote_cause: what this rank needs from another rank; precedes all waits of this rank except those for something outside."""
     if not waits:
         return remote_cause or "nobody has a recorded wait"
     best = min(waits, key=lambda wait: (_order(wait), wait.task is None, wait.since))

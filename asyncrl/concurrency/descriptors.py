@@ -42,7 +42,7 @@ def descriptor_advice() -> str:
     """An error message that says how to get more descriptors."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
-        f"too many open files: this process may have {limit} (ulimit -n), and all are in use. Start it with more: "
+        f"too many open files: all {limit} descriptors of this process (ulimit -n) are in use. Start it with more: "
         "`ulimit -n 4096`, LimitNOFILE= of a service, --ulimit nofile=4096 of a container. If the number of open files grows with "
         "every training step, your own code does not close the files that it opens"
     )

@@ -31,11 +31,11 @@ def print_dump(
         now = recorder.clock()
         yield from (describe_wait(wait, now) for wait in recorder.active_waits())
 
-    def runs() -> Iterator[str]:
+    def lane_states() -> Iterator[str]:
         for lane in lanes:
             current = lane.current()
-            does = "is idle" if current is None else f"runs {current[0]!r} for {awake.now() - current[1]:.1f} s"
-            yield f"lane {lane.name!r} {does}"
+            state = "is idle" if current is None else f"has run {current[0]!r} for {awake.now() - current[1]:.1f} s"
+            yield f"lane {lane.name!r} {state}"
 
     def threads() -> Iterator[str]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -47,7 +47,7 @@ def print_dump(
     print(f"\n=== asyncrl watchdog: {headline} ===", file=sys.stderr, flush=True)
     sections: dict[str, Callable[[], Iterator[str]]] = {
         "waits": waits,
-        "lanes": runs,
+        "lanes": lane_states,
         "state": lambda: (detail() for detail in details),
         "tasks": lambda: iter(describe_tasks(asyncio.all_tasks(loop)) if loop is not None else []),
         "threads": threads,

@@ -1,18 +1,18 @@
-"""The guard is the parent process of one child. At the end it kills every process that the child has started.
+"""The guard is the parent process of one child. After the child's end it kills every process that the child has started.
 
     run ── guard ── child ── processes that the user's functions start
 
-The run starts `guard.py RUN COMMAND...` without importing the package. RUN is the run's process number. The last word of
-COMMAND is the descriptor of the child's channel. Each reward worker has a guard, so the guard must be small and start quickly.
+The run starts `guard.py RUN COMMAND...` without importing the package. RUN is the run's pid. The last word of COMMAND is the
+descriptor of the child's channel. Each reward worker has a guard, so the guard must be small and start quickly.
 
 Guarantees
 * The guard kills all processes below it when the child ends, when the run ends in any way, and on SIGTERM. Process groups,
   sessions and daemons do not escape: on Linux the guard is the subreaper, which adopts orphans.
 * Afterwards the guard ends like the child: with the same exit code, or by the same signal.
-* If the guard is killed, the child dies too. Other processes of the child go on.
+* If the guard is killed, the child dies too. Processes that the child started go on.
 
-The guard signals only its own children and their groups. The number of such a process cannot be reused before the guard has reaped
-it. When a child dies, its children become children of the guard, and are killed in turn.
+The guard signals only its own children and their groups. The pid of a child cannot be reused before the guard has reaped the child.
+When a child dies, its children become children of the guard, and are killed in turn.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(run_pid: int, command: list[str]) -> None:
 
 
 def _start(command: list[str]) -> int:
-    """Process number of the new child, which gets its own session, so that signals to its process group do not reach the guard."""
+    """Pid of the new child, which gets its own session, so that signals to its process group do not reach the guard."""
     guard = os.getpid()
     child = os.fork()
     if child:
@@ -90,7 +90,7 @@ def _kill_children() -> bool:
         with open("/proc/thread-self/children", encoding="utf-8") as file:
             children = [int(number) for number in file.read().split()]
     except OSError:
-        # The kernel has no such file. PDEATHSIG kills the child when the guard ends; its other processes go on.
+        # The kernel has no such file. PDEATHSIG kills the child when the guard ends; processes that the child started go on.
         return False
     killed = False
     for pid in children:

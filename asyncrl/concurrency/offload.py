@@ -60,7 +60,7 @@ async def offload(function: Callable[[], T], name: str, *, abandon: bool = False
     thread = threading.Thread(target=work, name=f"asyncrl-{name}", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no thread can be had: the loop waits, and nothing is lost
+    except RuntimeError:  # the system refuses a thread: block the loop instead
         if abandon:
             raise
         return function()

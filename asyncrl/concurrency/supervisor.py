@@ -107,7 +107,7 @@ class Supervisor:
 
     def _note_failure(self, error: BaseException, name: str | None = None) -> None:
         for leaf in leaves(error):
-            if any(leaf is known for known in self._failures):
+            if any(leaf is failure for failure in self._failures):
                 continue
             if name is not None:
                 leaf.add_note(f"in {name}")

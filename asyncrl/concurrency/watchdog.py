@@ -53,8 +53,8 @@ _TICK_S = 0.25
 class ProgressLimit:
     """How long the run may go on without progress now. Progress means that any of `counters` changes.
 
-    sentence: the alarm's first words, such as "nothing was generated". cause: returns what blocks the run; if it is None or returns
-    None, the cause is found among the recorded waits. remote_cause: returns what this rank needs from another rank, or None.
+    sentence: the alarm's first words, such as "nothing was generated". cause: returns what blocks the run. Without a result of
+    `cause`, the recorded waits tell the cause. remote_cause: returns what this rank needs from another rank, or None.
     """
 
     counters: tuple[Any, ...]
@@ -96,8 +96,8 @@ class Watchdog:
         watchdog's thread and may only read, like `details` and `silent_ranks`.
     on_stall: called on the loop with the error that should end the run, and again if an embedded run does not end in time.
     details: functions that return sentences for the dump, such as a ledger's `describe`.
-    silent_ranks: with True, returns why the run cannot go on without a lost rank: the first sentence becomes an alarm with a
-        RankLost. With False, a sentence for each rank that is disconnected now, for the text of another alarm.
+    silent_ranks: called with True, returns sentences why the run cannot go on without a lost rank; the first becomes the alarm, a
+        RankLost. Called with False, returns a sentence for each disconnected rank; these sentences end the text of every alarm.
     name: a prefix for all output, such as "rank 1: ".
     """
 

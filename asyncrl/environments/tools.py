@@ -23,7 +23,7 @@ import anyio
 from pydantic import ConfigDict, PydanticUserError, ValidationError, validate_call
 from pydantic_core import to_jsonable_python
 
-from asyncrl.concurrency.apart import run_apart
+from asyncrl.concurrency.isolated import run_isolated
 from asyncrl.concurrency.offload import StandbyThread
 from asyncrl.concurrency.shield import call_soon
 from asyncrl.config.imports import is_interrupt
@@ -156,7 +156,7 @@ class Toolbox:
             return await result if inspect.isawaitable(result) else result
 
         try:
-            return await run_apart(work, name)
+            return await run_isolated(work, name)
         except (Exception, asyncio.CancelledError):
             raise
         except BaseException as error:

@@ -26,7 +26,7 @@ from typing import Protocol
 import anyio
 from anyio.abc import TaskGroup
 
-from asyncrl.concurrency.apart import CancelledItself, run_apart
+from asyncrl.concurrency.isolated import CancelledItself, run_isolated
 from asyncrl.concurrency.supervisor import leaves, spawn
 from asyncrl.config.imports import is_interrupt, is_machinery, place_of, raised
 from asyncrl.config.resolve import slots
@@ -337,7 +337,7 @@ class Episodes:
             for attempt in itertools.count():
                 request_numbers = itertools.count()
                 try:
-                    return await run_apart(attempt_episode, name)
+                    return await run_isolated(attempt_episode, name)
                 except BaseException as error:
                     failure = await self._failure(error)
                 self._log(name, failure)

@@ -26,7 +26,7 @@ from typing import Any, Self, cast
 import numpy as np
 
 from asyncrl.concurrency.descriptors import descriptor_advice, lacks_descriptors
-from asyncrl.concurrency.ending import exit_blockers
+from asyncrl.concurrency.exit_deadline import exit_blockers
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog

@@ -13,7 +13,7 @@ that runs nothing else. The trainer's lane and the workers go on meanwhile.
 With LoRA the masters of the adapters travel, and the receiver merges them into its free half as the trainer does
 (models/parameters/merge.py). A node without weights first gets all weights, unmerged, and keeps a copy of each adapted weight.
 
-The fixed row of rank 0 comes with the order, and each worker compares it: a stripe or bucket at a wrong place ends the run.
+Rank 0's log-probs of the fixed row (sync.py) come with the order. Each worker compares them, so a bucket at a wrong place is found.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _POLL_EVERY_S = 0.0002
 
 
 def stripes(total: int, senders: int) -> list[tuple[int, int]]:
-    """Of each sender: (start, end) of its stripe in `total` bytes. Stripes differ by less than 128 bytes."""
+    """The (start, end) of each sender's stripe in `total` bytes. The sizes of the stripes differ by less than 128 bytes."""
     units = total // 64
     return list(pairwise([units * i // senders * 64 for i in range(senders)] + [total]))
 
 
 def buckets(total: int, senders: int, size: int) -> list[list[tuple[int, int]]]:
-    """Of each sender: the (start, end) of its buckets in `total` bytes."""
+    """For each sender the (start, end) of its buckets in `total` bytes. A bucket has at most `size` bytes."""
     return [
         [(start, min(start + size, end)) for start in range(first, end, size)] for first, end in stripes(total, senders)
     ]
@@ -64,7 +64,7 @@ class Stripes:
     """The process groups of one node, one for each sender. Use it only on the lane that runs broadcasts."""
 
     def __init__(self, node: str, store: dist.Store, device: torch.device, deadline_s: float) -> None:
-        """`store`: all nodes reach it. `deadline_s`: of one bucket, and of forming a group."""
+        """`store`: a store that all nodes reach. `deadline_s`: for one bucket, and for forming a group."""
         self._node, self._store, self._device, self._deadline_s = node, store, device, deadline_s
         self._group = 0
         # Sender -> ProcessGroupGloo or ProcessGroupNCCL, in the order of the senders.
@@ -78,32 +78,32 @@ class Stripes:
         whole_bytes: int | None = None,
     ) -> str | None:
         """Send this node's stripe of `half`, or receive all stripes into it. `read(start, end)`: its result is sent in place of
-        `half[start:end]`. `whole_bytes`: all bytes, if `half` is only this node's stripe. Returns a sentence at a failure."""
-        place, options = "forming the process group", dist.BroadcastOptions()  # the root is rank 0, the sender
+        `half[start:end]`. `whole_bytes`: bytes of all stripes, if `half` is only this node's. Returns None, or how it failed."""
+        action, options = "forming the process group", dist.BroadcastOptions()  # the root is rank 0, the sender
         # Sender -> (name of the broadcast in errors, the running broadcast, the memory that it reads or writes).
         works: dict[str, tuple[str, Any, Tensor]] = {}
         try:
             self._form(order)
             data = half.view(torch.uint8)
-            cut = buckets(whole_bytes or data.numel(), len(order.senders), BUCKET_BYTES)
-            buckets_of = dict(zip(order.senders, cut, strict=True))
+            bucket_lists = buckets(whole_bytes or data.numel(), len(order.senders), BUCKET_BYTES)
+            buckets_of = dict(zip(order.senders, bucket_lists, strict=True))
             first = buckets_of[self._node][0][0] if whole_bytes else 0
-            for number in range(max(map(len, cut)) + 1):
+            for number in range(max(map(len, bucket_lists)) + 1):
                 for sender, group in self._groups.items():
                     if sender in works:
-                        place, work, _ = works.pop(sender)
+                        action, work, _ = works.pop(sender)
                         self._wait(work)
                     if number < len(buckets_of[sender]):
                         fault(f"weights.bucket.{number}")
-                        place = f"bucket {number + 1} of {len(buckets_of[sender])} from {sender}"
+                        action = f"bucket {number + 1} of {len(buckets_of[sender])} from {sender}"
                         start, end = buckets_of[sender][number]
                         piece = data[start - first : end - first]
                         if read is not None:
                             piece = read(start // half.itemsize, end // half.itemsize).view(torch.uint8)
-                        works[sender] = place, group.broadcast([piece], options), piece
+                        works[sender] = action, group.broadcast([piece], options), piece
         except (RuntimeError, TimeoutError) as error:
             self.close()
-            return f"{place} of version {order.version} failed: {first_line(error)}"
+            return f"{action} of version {order.version} failed: {first_line(error)}"
         return None
 
     def _form(self, order: Order) -> None:
@@ -182,10 +182,10 @@ class GeneratingNodes:
         return await self._lane.run(partial(self._send, order), name="weights/send")
 
     def _send(self, order: Order) -> str | None:
-        held = [self._board.version(half) for half in (0, 1)]
-        if order.version not in held:
-            return f"version {order.version} of the weights is to be sent, and the board holds {held}"
-        half = self._board.half(index := held.index(order.version))
+        versions = [self._board.version(half) for half in (0, 1)]
+        if order.version not in versions:
+            return f"version {order.version} of the weights is to be sent, but the board holds {versions}"
+        half = self._board.half(index := versions.index(order.version))
         if self._merge is None:
             return self._stripes.broadcast(order, half, whole_bytes=self._whole_bytes)
         failure = self._stripes.broadcast(order, half, partial(self._merge.unmerged, half)) if order.whole else None
@@ -210,8 +210,8 @@ class WeightReceiver(BoardOwner):
         self._lora = lora
         self._complete = set[int]()  # halves that have the layers without adapters, too
         if lora is not None:
-            wide = torch.float64 if board.dtype == torch.float64 else torch.float32
-            self._adapters = torch.empty(lora["elements"], dtype=wide, device=board.half(0).device)
+            dtype = torch.float64 if board.dtype == torch.float64 else torch.float32
+            self._adapters = torch.empty(lora["elements"], dtype=dtype, device=board.half(0).device)
         self._free: int | None = 0  # the half for the next version
         self._returned = -1  # the last result of `next`
         desk.on_order(self._on_order)

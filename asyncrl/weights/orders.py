@@ -1,11 +1,11 @@
 """Decides in the process of rank 0 which version of the weights is broadcast to which nodes, and when.
 
-    a training rank      wrote(v)      v lies in a half of its board. Returns when all senders hold v and no older version is sent
+    a training rank      wrote(v)      v lies in a half of its board. Returns once all senders hold v and no older version is sent
     a generating node    next(has)     a half of its board is free. Returns when a version newer than `has` has come
     rank 0               ask(order)    all senders and receivers run this broadcast, and answer at its end
 
 An order goes out once every sender holds a newer version than some receivers have, and each of these receivers has a free half.
-Until then the training goes on, and the newest version is in the next order. A sender keeps a version until `wrote` of the next
+Until then the training goes on, and the next order has the newest version. A sender keeps a version until `wrote` of the next
 version returns, so the version of an order lies in a half of every sender.
 
 A broadcast that failed is repeated in new process groups. A node that is disconnected is lost, and so is a node that does not
@@ -25,12 +25,12 @@ from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.distributed.values import LineStore, Values
 from asyncrl.errors import AsyncrlError, DivergenceError, RankLost
 
-MOST_FAILURES = 3  # in a row, each without a lost node: the run ends
+MOST_FAILURES = 3  # failed broadcasts in a row; a lost node resets the count
 
 
 class Order(NamedTuple):
-    """One broadcast, in JSON types. `group`: a counter that names the process groups; each new set raises it. `outputs`: see
-    `PostedVersion`. `whole`: the receivers have no weights yet, so they need all weights, even if the run trains only adapters."""
+    """One broadcast, in JSON types. `group`: the number of the present process groups; new groups get the next number. `outputs`:
+    see `PostedVersion`. `whole`: the receivers have no weights yet, so they need all, even if the run trains only adapters."""
 
     version: int
     outputs: Sequence[float] | None
@@ -41,7 +41,7 @@ class Order(NamedTuple):
 
 
 class Orders:
-    """See the module. Nodes are named as on the line. Use it on one event loop."""
+    """See the module. Nodes have their names on the line (`distributed/line.py`). All calls come from one event loop."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class Orders:
         `ask(node, order)` returns None, or a sentence if the node's part of the broadcast failed. `deadline_s`: of that part.
         `on_lost(node, sentence)` is called for a receiver that is given up."""
         self._written = dict.fromkeys(senders, -1)
-        self._first, self._has = {*receivers}, dict.fromkeys(receivers, -1)
-        # If one node hangs, the broadcast fails on the other nodes after `deadline_s`. The factor is time to report the failure.
+        self._initial, self._has = {*receivers}, dict.fromkeys(receivers, -1)
+        # If one node hangs, the broadcast fails on the other nodes after `deadline_s`. They need further time to report that.
         self._ask, self._deadline_s, self._on_lost = ask, 1.5 * deadline_s, on_lost
         self._outputs: dict[int, Sequence[float] | None] = {}
         self._held = -1  # the newest version that all senders hold
         self._ready = set[str]()  # receivers with a free half
         self._lacking = set[str]()  # receivers without `_held` and without a free half
-        # Receivers that came later and have not asked for a second version: their workers start with the first.
+        # Receivers that came later and got one version, but have not asked for another: their workers are starting.
         self._starting = set[str]()
         self._group, self._members = 0, list[str]()
         self._failures = 0  # in a row
@@ -90,7 +90,7 @@ class Orders:
         self._starting.discard(node)
         self._ready.add(node)
         self._lacking.discard(node)
-        # A wake makes every waiting task check its condition, so only the last receiver for the next order wakes them.
+        # Each wake-up makes all waiting tasks check their conditions, so only the last receiver of the next order wakes them.
         if has < self._held and not any(has >= 0 or self._has[other] < 0 for other in self._lacking):
             self._notify()
         try:
@@ -113,7 +113,7 @@ class Orders:
             self._notify()
 
     async def run(self) -> None:
-        """Send orders, without end. After any error the other calls raise RankLost, so that nobody waits for an order."""
+        """Send orders until cancelled. After an error of `run` all other calls raise RankLost, so that none waits for an order."""
         try:
             await self._run()
         except Exception as error:
@@ -133,7 +133,7 @@ class Orders:
                 await self._broadcast(receivers)
 
     def _behind(self) -> list[str] | None:
-        """The receivers of the next order; None: some of them have no free half."""
+        """The receivers of the next order; None: no receiver needs one, or some that do have no free half."""
         behind = sorted(n for n, version in self._has.items() if version < self._held and n not in self._starting)
         # Nodes without weights get an order of their own, because it carries more bytes.
         behind = [node for node in behind if self._has[node] < 0] or behind
@@ -155,7 +155,7 @@ class Orders:
                 task.cancel()
         for node in receivers:
             if not failures and node in self._has:
-                if self._has[node] < 0 and node not in self._first:
+                if self._has[node] < 0 and node not in self._initial:
                     self._starting.add(node)
                 self._has[node] = order.version
                 # `next` of this node returns soon, and its half is not free any more.
@@ -202,8 +202,8 @@ class Orders:
 
 
 class ServedOrders:
-    """`Orders` at rank 0, which serves them to the other nodes. `orders.run` must run meanwhile. Errors of `wrote` and `next`: see
-    `Orders`. `store`: for the process groups."""
+    """The `Orders` in the process of rank 0, and the replies to the other nodes' calls. `orders.run` must run meanwhile. Errors of
+    `wrote` and `next`: see `Orders`. `store`: for the process groups."""
 
     def __init__(
         self,
@@ -235,11 +235,11 @@ class ServedOrders:
         await self.orders.next(self._server.name, has)
 
     def on_order(self, run: Callable[[Order], Awaitable[str | None]]) -> None:
-        """`run(order)` runs this node's part of a broadcast. Register it before the first other call."""
+        """`run(order)` runs this node's part of a broadcast. Register `run` before any other call."""
         self._run_own = run
 
     async def _ask(self, node: str, order: Order) -> str | None:
-        # Each node that comes or goes makes new process groups. The keys of earlier groups are forgotten.
+        # Drop the keys of earlier process groups: a run whose nodes come and go has many.
         self._values.keep(f"weights/{order.group}/")
         if node == self._server.name:
             return await self._run_own(order)

@@ -17,7 +17,7 @@ keeps the older half while the other workers move. That half is free when the pi
 
 The working copy of a bfloat16 model is itself a half of the board. Each optimizer step casts the masters into the free half
 (`FlatParameters.target`); several steps without an update use the same half. While no half is free the step casts into other
-memory, and the next update copies from there. Three kinds of models are copied in every version: float32 models, because their
+memory, and the next update copies from there. Three kinds of models are copied at every version: float32 models, because their
 modules read the masters; models with adapters, because a merge writes only a part of the weights; and sharded models, whose ranks
 gather into one place.
 """
@@ -44,7 +44,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board, DeviceWait, wait_for_device
 from asyncrl.types import PostedVersion
 
-OUTPUTS_SHARE = 0.01  # the most of a run's time for log-probs of the fixed row
+OUTPUTS_SHARE = 0.01  # largest share of time for log-probs of the fixed row
 _SAMPLED_POSITIONS = 65_536
 _LARGEST = 1e18  # a norm or an optimizer may square a weight
 
@@ -54,7 +54,7 @@ def require_current(policy: PolicyModel, version: int) -> None:
     is finite and equal to the masters. Call it on the lane. Errors: DivergenceError."""
     if policy.version < version:
         raise DivergenceError(f"publish: the policy is at version {policy.version}, not yet at {version}")
-    # `flat` has the trained parameters. With adapters or shards they are not `policy.weights`, the weights that are served.
+    # `flat` has the trained parameters, `policy.weights` the served ones. They differ with adapters and with shards.
     flat, working = policy.flat, policy.weights.working
     strays = policy.weights.misplaced_parameters()
     if flat is not policy.weights:
@@ -120,7 +120,7 @@ class BoardOwner:
     def __init__(self, board: Board, workers: BoardWorkers) -> None:
         self._board, self._workers = board, workers
         self._current: PostedVersion | None = None
-        # Sent to the workers, but not yet answered by all of them.
+        # The version that was sent to the workers, until all of them have answered.
         self._announced: PostedVersion | None = None
 
     @property
@@ -162,7 +162,7 @@ class WeightPublisher(BoardOwner):
         adapters: Sequence[Tensor] = (),
         part: slice | None = None,
     ) -> None:
-        """`board`: of the layout of `policy.weights`. `adapters`: for each half a buffer that gets the masters of the adapters, for
+        """`board`: has the layout of `policy.weights`. `adapters`: for each half a buffer that gets the adapters' masters, for
         nodes that merge. `part`: the elements that the board has; None: all. Errors: LifecycleError for another layout."""
         if board.layout != policy.weights.layout_digest():
             raise LifecycleError(
@@ -226,7 +226,7 @@ class WeightPublisher(BoardOwner):
         return logprobs
 
     def _set_free(self, half: int) -> None:
-        """The next optimizer step may cast into the half."""
+        """Clear a half that nobody reads. The next optimizer step may cast into it."""
         super()._set_free(half)
         if self._casts_into_halves:
             self._policy.flat.target = self._board.half(half)
@@ -247,8 +247,8 @@ class BoardEngine(Protocol):
     output_bound: Bound
 
     def move_to(self, half: Tensor, version: int) -> None:
-        """Bind the weights in `half`, which are `version`: every later token comes from them, and the engine reads the other half
-        no more. Called on the lane between two closures."""
+        """Bind the weights of `version`, which lie in `half`: every later token comes from them, and no later closure reads the
+        other half. Called on the lane between two closures."""
         ...
 
     async def outputs(self) -> list[float]:
@@ -304,7 +304,7 @@ class WeightReader:
             await self._compare(version, outputs)
 
     def _bind(self, version: int, half: int) -> tuple[int | None, DeviceWait]:
-        """Returns (the version in the half, an event of the device: nothing reads the other half any more)."""
+        """Returns (the version in the half, a wait after which nothing on the device reads the other half)."""
         found = self._board.version(half)
         if found == version:
             self._engine.move_to(self._board.half(half), version)

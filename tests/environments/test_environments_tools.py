@@ -17,7 +17,7 @@ import numpy as np
 import pydantic
 import pytest
 
-from asyncrl.concurrency import apart
+from asyncrl.concurrency import isolated
 from asyncrl.environments import tools
 from asyncrl.environments.tools import Tool, Toolbox, as_tool
 from asyncrl.errors import ConfigError
@@ -337,8 +337,8 @@ async def test_a_tool_that_hangs_gives_the_model_a_text_and_keeps_its_place_unti
 async def test_a_coroutine_that_ignores_its_deadline_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(apart, "CLEANUP_S", 0.05)
-    monkeypatch.setattr(apart, "LEFT_BEHIND_S", 0.1)
+    monkeypatch.setattr(isolated, "CLEANUP_S", 0.05)
+    monkeypatch.setattr(isolated, "ABANDON_S", 0.1)
     released = asyncio.Event()
 
     async def deaf() -> str:

@@ -256,7 +256,7 @@ async def test_the_log_shows_the_users_line_for_an_error_of_asyncrl(caplog: pyte
         await Episodes(episode_ports(Asks(), Recorder(max_events=0), 60.0, 0)).play(make_prompt(0), 0, 1, generate, 0)
     [record] = caplog.records
     assert "return await generate(ASKED)" in record.message and "GenerationError: no room" in record.message
-    assert "run_apart" not in record.message and len(record.message.splitlines()) < 40
+    assert "run_isolated" not in record.message and len(record.message.splitlines()) < 40
 
 
 def test_a_ctrl_c_is_no_failure_where_sigint_raises_it(sigint_is_handled: None) -> None:

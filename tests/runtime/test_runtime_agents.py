@@ -31,7 +31,7 @@ from runtime_helpers import (
 )
 
 from asyncrl import NotebookRuntime, Runtime
-from asyncrl.concurrency import apart
+from asyncrl.concurrency import isolated
 from asyncrl.errors import ConfigError, DataError, GenerationError, LifecycleError
 from asyncrl.telemetry.sinks import read_jsonl
 
@@ -454,8 +454,8 @@ async def test_a_play_may_be_cancelled_at_every_await(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["cancelled", "closed"])
 async def test_a_cleanup_that_hangs_has_a_deadline(tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "CLEANUP_S", 0.2)
-    monkeypatch.setattr(apart, "LEFT_BEHIND_S", 5.0)
+    monkeypatch.setattr(isolated, "CLEANUP_S", 0.2)
+    monkeypatch.setattr(isolated, "ABANDON_S", 5.0)
     entered, cancelled = asyncio.Barrier(3), 0
     tasks = asyncio.all_tasks()
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import asyncio, atexit, ctypes, multiprocessing, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from asyncrl.concurrency import ending
+from asyncrl.concurrency import exit_deadline
 from asyncrl.errors import StallError
 
 ERROR = StallError("all wait")
@@ -39,12 +39,12 @@ async def work():
 def command(arguments):
     with asyncio.Runner() as runner:
         {plant}
-        ending.start_exit_deadline({ended}, 0.2, runner.get_loop())
+        exit_deadline.start_exit_deadline({ended}, 0.2, runner.get_loop())
     if ERROR == {ended}:
         raise ERROR
     return {ended}
 
-sys.exit(ending.run_program(command, None))
+sys.exit(exit_deadline.run_program(command, None))
 """
 # what is left -> the statement that leaves it, how the work ended, and what names it on stderr
 LEFT = {

@@ -1,4 +1,4 @@
-"""Runs code of a user in a task of its own, so that its CancelledError, SystemExit and slow cleanup do not break the run."""
+"""Runs a user's code in a separate task, so that the code's CancelledError, SystemExit or slow cleanup does not break the run."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from .shield import wait_shielded
 
 T = TypeVar("T")
 
-# Seconds after the first cancellation of a task until it is cancelled again, and until it is left behind.
-CLEANUP_S, LEFT_BEHIND_S = 8.0, 10.0
+# Seconds after the first cancellation of a task until it is cancelled again, and until the caller no longer waits for it.
+CLEANUP_S, ABANDON_S = 8.0, 10.0
 logger = logging.getLogger("asyncrl.concurrency")
 
 
 class CancelledItself(Exception):
-    """The work raised a CancelledError, and nobody had cancelled the caller."""
+    """The work raised a CancelledError, although nobody had cancelled the caller."""
 
 
-async def run_apart(work: Callable[[], Awaitable[T]], name: str) -> T:
-    """The result of `work`, which runs in a task of its own. Errors: `CancelledItself`; those of `work`. In a plain task
-    SystemExit would end the event loop.
+async def run_isolated(work: Callable[[], Awaitable[T]], name: str) -> T:
+    """The result of `work`, which runs in a separate task. Errors: `CancelledItself`; those of `work`, SystemExit included, which
+    would end the event loop if the task raised it.
 
-    If the caller is cancelled, the task is cancelled once. So `async with` and `finally` of the work can wait for their cleanup,
-    which an anyio scope would cancel at every `await`. A cleanup of more than `CLEANUP_S` is cancelled, too. A task that ignores
-    both cancellations is left behind with a warning.
+    If the caller is cancelled, the task is cancelled once. So `async with` and `finally` of the work can wait for their cleanup;
+    an anyio scope would cancel them at every `await`. A cleanup of more than `CLEANUP_S` is cancelled, too. If the task ignores
+    both cancellations, the caller goes on after `ABANDON_S`, with a warning.
     """
     results: list[T] = []
     errors: list[BaseException] = []
 
-    async def carry() -> None:
+    async def run_work() -> None:
         try:
             results.append(await work())
         except BaseException as error:
             errors.append(error)
 
-    task = asyncio.create_task(carry(), name=name)
+    task = asyncio.create_task(run_work(), name=name)
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
@@ -68,9 +68,9 @@ async def _end(task: asyncio.Task[None], name: str) -> None:
 
     task.add_done_callback(end)
     task.cancel()
-    timers = loop.call_later(CLEANUP_S, task.cancel), loop.call_later(LEFT_BEHIND_S, end)
+    timers = loop.call_later(CLEANUP_S, task.cancel), loop.call_later(ABANDON_S, end)
     await wait_shielded(ended)
     for timer in timers:
         timer.cancel()
     if not task.done():
-        logger.warning("%s ignores its cancellation and is left behind: its cleanup never ends", name)
+        logger.warning("%s ignores its cancellation; the run no longer waits for its cleanup", name)

@@ -1,4 +1,4 @@
-"""A deadline for the exit of a process. At the deadline the exit code stays; only SystemExit and Ctrl-C become 1.
+"""A deadline for the exit of a process. A process that the deadline ends has its usual exit code, but 1 for SystemExit and Ctrl-C.
 
 After a command's last line Python waits for non-daemon threads, exit handlers and children of multiprocessing. Closing an event
 loop waits for tasks and threads. A thread that a library forgot would keep the process and its devices for ever. A process that
