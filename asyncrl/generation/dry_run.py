@@ -19,7 +19,7 @@ from asyncrl.concurrency.lane import Lane
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array
 
-from .life import TRACK
+from .lifecycle import TRACK
 from .owner import Job, OwnedEngine
 
 VOCABULARY, EOS = 256, 0
@@ -39,8 +39,8 @@ class _DryRow:
 class DryRunEngine(OwnedEngine):
     """Implements `ports.Engine` and `ports.WeightSink`.
 
-    length_sigma: standard deviation of the logarithm of the length, whose median is half of a request's max_tokens, or
-    min_tokens + 1 if that is more; 0 gives this length to all. A request that nothing can stop gets max_tokens.
+    length_sigma: standard deviation of the natural logarithm of a completion's length. The median length is half of max_tokens, or
+    min_tokens + 1 if that is more; 0: every completion has this length. A request without stop tokens gets max_tokens.
     version_source: returns the current policy version; called on the lane in each decode step.
     """
 

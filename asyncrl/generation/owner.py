@@ -1,4 +1,4 @@
-"""Base class of engines that run in this process: one owner task (`life.py`), a queue of requests, admission and delivery.
+"""Base class of engines that run in this process: one owner task (`lifecycle.py`), a queue of requests, admission and delivery.
 
     generate() --> waiting --admit (by priority, while there is room)--> running --closures--> result to the caller
                       \\__ caller cancelled: removed at once __/   \\__ removed before the next closure __/
@@ -11,8 +11,8 @@ some time, unless requests with smaller `priority` keep arriving.
 Only the owner task changes the running batch: between two closures on the lane it removes aborted sequences, completes weight
 updates, admits requests and delivers results.
 
-However short a prefill is, it can stop all running sequences for longer than a decode step. Then requests wait until together they
-have lost as much, in rows times decode steps, as their prefill takes from the running rows. An admission that knows all later
+If even a short prefill stops all running sequences for longer than a decode step (`prefill_steps` > 0), requests wait until they
+have lost as much together, in rows times decode steps, as their prefill takes from the running rows. A rule that knew all later
 requests would lose at least half as much (Dooley, Goldman and Scott, "TCP dynamic acknowledgment delay", STOC 1998).
 
 An engine may keep the cache of a finished request for the next request of its session (`_remove`). A kept cache counts as free:
@@ -33,14 +33,14 @@ from asyncrl.concurrency.lane import Lane
 from asyncrl.errors import GenerationError
 from asyncrl.types import Generation, GenerationRequest
 
-from .life import TRACK, EngineLife
+from .lifecycle import TRACK, BaseEngine
 from .requests import check_request
 
 if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
 
 
-# Decode steps for which a request waits at most for others, so that a prefill of one request does not wait for minutes.
+# Limit of decode steps for which a request waits for others, so that the prefill of a single request does not wait for minutes.
 _LONGEST_WAIT = 32
 
 
@@ -59,8 +59,8 @@ class Job:
 
 
 def kept_age_limit(setting: int, recompute: bool) -> int | None:
-    """Largest age of a kept prefix in versions; None: nothing is kept. `setting`: `engine.kept_prefix_max_age`. With `recompute` no
-    key or value is older than the weights."""
+    """Largest age of a kept prefix in versions; None: nothing is kept. `setting`: `engine.kept_prefix_max_age`. `recompute`: every
+    update of the weights recomputes all keys and values, so a kept prefix is never older than the weights."""
     return None if setting == 0 else 0 if recompute else setting
 
 
@@ -70,9 +70,9 @@ class _Update:
     future: asyncio.Future[None]
 
 
-class OwnedEngine(EngineLife):
-    """See the module docstring. max_sequences: most running sequences. max_context: most tokens of prompt + max_tokens.
-    kv_positions: most cache positions of all rows together; None: max_sequences x max_context."""
+class OwnedEngine(BaseEngine):
+    """See the module docstring. max_sequences: limit of running sequences. max_context: limit of prompt tokens + max_tokens.
+    kv_positions: limit of the cache positions of all rows together; None: max_sequences x max_context."""
 
     # Decode steps that a short prefill takes. 0: a request is admitted as soon as there is room.
     prefill_steps = 0
@@ -124,7 +124,7 @@ class OwnedEngine(EngineLife):
 
     @abstractmethod
     def _remove(self, job: Job, finished: bool) -> None:
-        """Remove the request from the batch. `finished`: a request that ended by itself; its cache may be kept for its session."""
+        """Remove the request from the batch. `finished`: the sequence is complete, so its cache may be kept; False: aborted."""
 
     def _end_session(self, session: str) -> None:
         """Drop what is kept for the session, and keep nothing of its running requests. Engines that keep nothing do nothing."""
@@ -170,8 +170,8 @@ class OwnedEngine(EngineLife):
         self._wake.set()
 
     def statistics(self) -> dict[str, float]:
-        """See `ports.Engine`. Now: `running` and `waiting` requests, `reserved_positions`. So far: `tokens`, `decode_steps`,
-        `finished` and `aborted` requests."""
+        """See `ports.Engine`. At present: `running` and `waiting` requests, `reserved_positions`. Since the engine was opened:
+        `tokens`, `decode_steps`, `finished` and `aborted` requests."""
         return {
             "running": float(len(self._running)),
             "waiting": float(len(self._waiting)),
@@ -214,7 +214,7 @@ class OwnedEngine(EngineLife):
 
     def _remove_aborted(self) -> None:
         for job in self._aborted:
-            # -1: the sequence has ended by itself since the abort.
+            # -1: the sequence was complete, and was delivered, after the abort.
             if job.slot >= 0:
                 self._remove_running(job, finished=False)
                 self._aborted_count += 1
@@ -229,8 +229,8 @@ class OwnedEngine(EngineLife):
         self._ended_sessions.clear()
 
     def _count_reused(self, tokens: int, age: int) -> None:
-        """Count a finished request that went on with this number of cached tokens of its session. The oldest of them was `age`
-        versions old when the request sampled its first token."""
+        """Count a finished request that reused `tokens` cached tokens of its session. The oldest of these tokens was `age` versions
+        old when the request sampled its first token."""
         self.recorder.count("engine/kept_prefix_hits")
         self.recorder.count("engine/kept_prefix_tokens_reused", tokens)
         self.recorder.observe("engine/kept_prefix_age", age)

@@ -14,13 +14,13 @@ from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, GenerationReq
 if TYPE_CHECKING:
     from asyncrl.config.schema_rollouts import RolloutConfig
 
-# Characters. Limited because the record of a sequence contains the stop string that ended the sequence.
+# In characters. The record of a sequence contains the stop string that ended the sequence, so its length has a limit.
 _LONGEST_STOP = 512
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
-    """The sampling parameters of the section `rollout`. Errors: ConfigError for a text that the tokenizer cannot encode, and for a
-    text of several tokens in `logit_bias` or `stop_token_ids`."""
+    """The sampling parameters of the section `rollout`. Errors: ConfigError for a text that the tokenizer cannot encode, for a text
+    of several tokens in `logit_bias` or `stop_token_ids`, and for a token that `logit_bias` has twice."""
     biases = {_token_id("logit_bias", key, tokenizer): bias for key, bias in rollout.logit_bias.items()}
     if len(biases) < len(rollout.logit_bias):
         raise ConfigError(f"rollout.logit_bias has a token twice: {rollout.logit_bias} mean {list(biases)}; remove one")
@@ -55,8 +55,8 @@ def _token_id(name: str, key: int | str, tokenizer: Any) -> int:
 
 
 def _encodings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
-    """The word without and with a leading space. As in vLLM, the form with a space is left out if its number of tokens differs or
-    its first token is the same."""
+    """The tokens of the word without a leading space and, as in vLLM, with one. The form with a space is left out if it has another
+    number of tokens or the same first token."""
     plain = _encode("bad_words", word.lstrip(), tokenizer)
     after_space = tuple(map(int, tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)))
     return [plain, after_space] if len(after_space) == len(plain) and after_space[0] != plain[0] else [plain]
@@ -74,7 +74,7 @@ def _encode(name: str, text: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def check_request(request: GenerationRequest, max_context: int) -> None:
-    """Errors: GenerationError for a request that no engine can serve. `max_context`: most tokens of prompt + max_tokens."""
+    """Errors: GenerationError for a request that no engine can serve. `max_context`: limit of prompt tokens + max_tokens."""
     sampling, size = request.sampling, int(request.prompt_ids.size)
     problem = None
     if size < 1:

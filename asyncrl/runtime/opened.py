@@ -35,7 +35,7 @@ from asyncrl.errors import (
     WorkerDied,
     first_line,
 )
-from asyncrl.generation.life import EngineLife
+from asyncrl.generation.lifecycle import BaseEngine
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.follow import GENERATED, Follower, Remote
 from asyncrl.pumps.graph import Apart, Graph
@@ -343,7 +343,7 @@ class OpenRun:
     async def finalize(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """Write the last files, after the end of the pumps and before the lanes close. Never hides the `error` of the run."""
         engine = self.ports.engine
-        if isinstance(error, asyncio.CancelledError) and isinstance(engine, EngineLife) and engine.failure is not None:
+        if isinstance(error, asyncio.CancelledError) and isinstance(engine, BaseEngine) and engine.failure is not None:
             # An engine that fails cancels the pumps. If no pump waits for a reply just then, no pump raises the engine's error.
             error = engine.failure
         self.ended_by = error

@@ -13,7 +13,7 @@ from asyncrl.config.resolve import row_limit, with_values
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
-from asyncrl.generation.vllm.versions import DP_SIZE, SERVED, missing_vllm, refuse_ranks, require_vllm
+from asyncrl.generation.vllm.versions import DP_SIZE, SERVED, refuse_data_parallel, require_vllm, vllm_problem
 from asyncrl.models.loading import describe_module
 from asyncrl.telemetry.machine import free_cores
 
@@ -85,7 +85,7 @@ def _reason_for_embedded(config: Config, device: torch.device) -> str | None:
     # In float32 the check of outputs allows little difference between two engines.
     if config.model.dtype != "bfloat16":
         return f"model.dtype is {config.model.dtype}"
-    if (problem := missing_vllm(device.type)) is not None:
+    if (problem := vllm_problem(device.type)) is not None:
         return problem
     if (ranks := os.environ.get(DP_SIZE, "1")) != "1":
         return f"the environment has {DP_SIZE}={ranks}"
@@ -144,7 +144,7 @@ def place(
     engine = ""
     if vllm:
         engine = f" with vLLM {require_vllm(trainer.type)}"
-        refuse_ranks()
+        refuse_data_parallel()
     devices = _devices(config, trainer, world, spare, count)
     split = generation.tensor_parallel
     workers = len(devices) // split

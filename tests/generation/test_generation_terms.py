@@ -156,9 +156,9 @@ def test_a_window_that_no_row_leaves_is_plain_attention_bit_for_bit() -> None:
 
 def test_rows_read_their_bands_alone() -> None:
     position = np.array([1000, 1003, 1010, 5, 5000, 5001])
-    assert plans.split_bands(position, 100, most=600) == [(0, 3, 901, 1011), (3, 4, 0, 6), (4, 6, 4901, 5002)]
-    assert [run[:2] for run in plans.split_bands(position, 100, most=150)] == [(i, i + 1) for i in range(6)]
-    assert plans.split_bands(position, None, most=10**9) == [(0, 6, 0, 5002)]
+    assert plans.split_bands(position, 100, max_positions=600) == [(0, 3, 901, 1011), (3, 4, 0, 6), (4, 6, 4901, 5002)]
+    assert [run[:2] for run in plans.split_bands(position, 100, max_positions=150)] == [(i, i + 1) for i in range(6)]
+    assert plans.split_bands(position, None, max_positions=10**9) == [(0, 6, 0, 5002)]
 
 
 # -- models ---------------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 class KVCache:
-    """Storage and row moves, only for the lane."""
+    """The buffer, its views, and moves of its rows. Only the lane may use it."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.total_positions = shape.rows * shape.positions  # of all rows, whatever their shape
@@ -79,18 +79,18 @@ class KVCache:
         self.flat_keys = [flat[layer, 0] for layer in range(shape.layers)]
         self.flat_values = [flat[layer, 1] for layer in range(shape.layers)]
 
-    def fit(self, rows: int, longest: int, usual: int, cached_n: Int64Array) -> None:
-        """Change the shape if it has no room for `rows` rows of `longest` positions; these must fit `total_positions`.
+    def fit(self, rows: int, longest: int, preferred: int, cached_n: Int64Array) -> None:
+        """Change the shape if it has no room for `rows` rows of `longest` positions. Errors: ValueError beyond `total_positions`.
 
-        `usual`: a common length, at which rows start so that the shape seldom changes. `cached_n`: positions that the first rows
-        hold. They are copied to their new places, the keys or values of one layer at a time.
+        `preferred`: rows get at least this length while there is room, so that the shape seldom changes. `cached_n`: positions that
+        each of the first rows holds. They are copied to their new places, the keys or values of one layer at a time.
         """
         shape = self.shape
         if rows <= shape.rows and longest <= shape.positions:
             return
         if rows * longest > self.total_positions:
             raise ValueError(f"{rows} rows of {longest} positions do not fit into the cache of {self.total_positions}")
-        positions = max(longest, min(usual, self.total_positions // rows))
+        positions = max(longest, min(preferred, self.total_positions // rows))
         old_data = self.data
         self._view(replace(shape, rows=self.total_positions // positions, positions=positions))
         length = int(cached_n.max(initial=0))

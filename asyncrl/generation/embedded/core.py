@@ -6,14 +6,14 @@
 A sequence can decode when the cache holds all its known tokens but the last. Until then the sequence needs prefill: a new
 sequence for its prompt, and with `kv_after_update: recompute` every sequence for all its tokens after a weight update.
 
-Versions: each closure reads `policy.version` at its start. The lane runs one closure at a time, so the weights cannot change before
-the closure's end. All its tokens get that version.
+Versions: each closure reads `policy.version` at its start, and all its tokens get that version. The lane runs one closure at a
+time, so the weights cannot change before the closure's end.
 
 Shared prompts: sequences with equal `prefix_key` have equal prompts. The keys and values of the prompt are computed once per
 (key, version). The other sequences copy them from the row of a running sequence.
 
 Sessions: the row of a finished request is kept until the next request of its session, which computes only the tokens behind the
-longest common beginning. If that request needs only a part of a kept row, or of the row of a running request, it copies the part.
+longest common beginning. If that request needs only a part of a kept row, or of the row of a running request, the part is copied.
 Kept rows are dropped, oldest first, where running sequences need rows or positions. A prefix that is more than `kept_max_age`
 versions old is computed again. So is a prefix of an older version without a sampled token, because no token tells its age.
 """
@@ -84,7 +84,7 @@ class Core:
         self.version = policy.version
         self.tokens_prefilled = 0
         self.tokens_copied = 0
-        # The slots whose rows hold a shared prompt, computed under the current version, without its last token.
+        # Shared prompt -> the slots whose rows hold the prompt without its last token, computed with the current version.
         self._holders: dict[PrefixKey, set[int]] = {}
         # Copies of rows, which the next closure makes first.
         self._pending_copies: list[Callable[[], None]] = []
@@ -142,9 +142,9 @@ class Core:
             if slot in columns.kept and self.version - columns.oldest[slot] > self.kept_max_age:
                 self._drop(slot)
                 continue
-            most = min(int(columns.cached[slot]), int(request.prompt_ids.size) - 1)
-            differs = np.flatnonzero(columns.tokens[slot, :most] != request.prompt_ids[:most])
-            length = int(differs[0]) if differs.size else most
+            comparable = min(int(columns.cached[slot]), int(request.prompt_ids.size) - 1)
+            differs = np.flatnonzero(columns.tokens[slot, :comparable] != request.prompt_ids[:comparable])
+            length = int(differs[0]) if differs.size else comparable
             if length and self._is_usable(length, int(columns.oldest[slot]), int(columns.first_sampled[slot])):
                 best = max(best, (length, slot in columns.kept and length == columns.cached[slot], slot))
         return best[2], best[0]
@@ -155,7 +155,7 @@ class Core:
         return age == 0 or (self.kept_max_age is not None and age <= self.kept_max_age and length > first_sampled)
 
     def _has_room(self, rows: int, limit: int) -> bool:
-        """Whether `rows` more rows, with `limit` positions at least, have room beside all others."""
+        """Whether the cache has room for `rows` more rows, if every row has at least `limit` positions."""
         columns = self.sequences
         rows += columns.occupied_slots.size
         return rows <= columns.capacity and rows * max(columns.longest, limit) <= self.cache.total_positions
@@ -216,8 +216,8 @@ class Core:
     def _fit(self, rows: int, longest: int) -> Callable[[], None]:
         """A function that gives the cache `rows` rows of `longest` positions (within the budget), and moves the rows in use now."""
         columns = self.sequences
-        usual_row_length = min(columns.max_context, self.cache.total_positions // columns.capacity)
-        return partial(self.cache.fit, rows, longest, usual_row_length, columns.cached[columns.occupied_slots])
+        preferred = min(columns.max_context, self.cache.total_positions // columns.capacity)
+        return partial(self.cache.fit, rows, longest, preferred, columns.cached[columns.occupied_slots])
 
     def prefill(self) -> int:
         """Compute keys and values of at most `prefill_tokens` tokens. Returns the number of computed tokens."""
@@ -244,7 +244,7 @@ class Core:
             position = columns.length[slots] - 1
             hidden, routes = self._hidden(slots, position)
             sampled = self._sample(hidden, slots)
-            # After the sampling, because `numpy` waits for the device, which would be idle until the sampling is launched.
+            # After the sampling: `routes.numpy` waits for the device, which would then be idle until the sampling is launched.
             if routes is not None and columns.routes is not None:
                 columns.routes[slots, position] = routes.numpy()
             stopped, ended = columns.append(slots, sampled, version)

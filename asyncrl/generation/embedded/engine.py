@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.data.texts import eos_token_ids
-from asyncrl.generation.life import TRACK
+from asyncrl.generation.lifecycle import TRACK
 from asyncrl.generation.owner import Job, OwnedEngine, kept_age_limit
 from asyncrl.generation.requests import check_tokens
 from asyncrl.models.routing import require_routing
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
 
 
-# On a GPU a prefill launches each kernel (25 ms with a model of 0.6 billion weights on an H200), but a decode step is one graph
-# (6 ms). On a CPU a short prefill takes no longer than a decode step.
+# On a GPU a prefill launches kernel by kernel (25 ms with a model of 0.6 billion weights on an H200), but a decode step is one
+# graph (6 ms). On a CPU a short prefill takes no longer than a decode step.
 _PREFILL_STEPS_ON_A_GPU = 4
 
 
@@ -77,7 +77,7 @@ class EmbeddedEngine(OwnedEngine):
 
     max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request. kv_positions: positions that the
     cache allocates for all rows together, each row as long as the longest running sequence. None: max_sequences x max_context.
-    prefill_tokens: most tokens of one prefill closure. kv_after_update: whether running sequences keep or recompute their cached
+    prefill_tokens: limit of one prefill closure. kv_after_update: whether running sequences keep or recompute their cached
     keys and values when the version changes. kept_prefix_max_age: largest age, in versions, of the cached prefix with which the
     next request of a session goes on; 0: no row is kept. record_routes: generations contain the experts of each token.
     eos: ids of all tokens that end a completion; None: those of the tokenizer and the model.
@@ -130,8 +130,8 @@ class EmbeddedEngine(OwnedEngine):
         check_tokens(request, self._vocabulary, self.tokenizer is not None)
 
     def statistics(self) -> dict[str, float]:
-        """See the base class. Two more counts: `prefill_tokens` computed, and `copied_tokens` copied from a shared prompt.
-        `kept_rows`: rows that are kept now for the next request of a session."""
+        """See the base class. Since the start: `prefill_tokens` computed, and `copied_tokens` copied from a shared prompt. At
+        present: `kept_rows`, which are kept for the next request of a session."""
         core = self._core
         if core is None:
             return super().statistics() | dict.fromkeys(("prefill_tokens", "copied_tokens", "kept_rows"), 0.0)

@@ -5,11 +5,11 @@ input tensor and replay the graph. A graph stores addresses, not values:
 
 * A graph reads the weights in place, so it computes with a new version in the same buffer. Another buffer needs another
   graph. The fused model holds copies of some biases, joined into one tensor; each replay first copies these biases again.
-* The cache indices of the rows are among its inputs, so rows may move.
+* The cache indices of the rows are among a graph's inputs, so rows may move.
 * A graph keeps the decoder's scratch buffers alive, because a larger batch may replace them later.
 
-A bucket may have more rows than are running. The surplus rows write to a free position of their cache rows: position 0, or the one
-behind the tokens of a row that is kept for its session. Their results are ignored.
+A bucket may have more rows than are running. The surplus rows write to a free position of the cache: position 0 of an empty row, or
+the position behind the tokens of a row that is kept for a session. Their results are ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("asyncrl.generation")
 
 # Buckets are powers of two below this number of rows, and its multiples above.
 _BUCKET_ROWS = 16
-# Steps before a capture. Libraries allocate memory at their first calls, which a graph cannot contain.
+# Steps before a capture. At their first calls libraries allocate memory, and a graph cannot contain the allocation.
 _WARM_UP = 2
 
 
@@ -43,7 +43,7 @@ class Capture(Protocol):
     """Records a computation, so that it can be repeated with the same memory."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Run `compute` at least once. Returns its result, perhaps not computed yet, and a function that computes it again."""
+        """Run `compute` at least once. Returns its result tensor and a function that fills the tensor; call the function first."""
         ...
 
 
@@ -77,7 +77,7 @@ class DecodeGraphs:
     """Computes the policy's hidden states of one token for each running row. Only the lane may use it."""
 
     def __init__(self, policy: PolicyModel, cache: KVCache, longest: int, capture: Capture) -> None:
-        """`longest`: most positions that a row may ever have."""
+        """`longest`: limit of the positions of a row."""
         self.policy, self.cache, self._longest = policy, cache, longest
         self._capture = capture
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
@@ -86,7 +86,7 @@ class DecodeGraphs:
 
     @classmethod
     def of(cls, policy: Any, cache: KVCache, longest: int) -> DecodeGraphs | None:
-        """None without CUDA, and if decode steps cannot be captured, which is logged with the reason."""
+        """None without CUDA, or if decode steps cannot be captured. The reason is then logged."""
         if cache.device.type != "cuda":
             return None
         reason = why_not_captured(policy, cache)
@@ -122,7 +122,7 @@ class DecodeGraphs:
         return graph.out[:count]
 
     def _inputs(self, tokens_n: Int64Array, position_n: Int64Array, rows: int) -> Int64Array:
-        tokens, position = (np.pad(given, (0, rows - given.size)) for given in (tokens_n, position_n))
+        tokens, position = (np.pad(array, (0, rows - array.size)) for array in (tokens_n, position_n))
         return np.concatenate([tokens, position, DecodePlan.layout(self.cache, position)])
 
     def _make(self, host: Int64Array, rows: int) -> _Graph:
@@ -140,7 +140,7 @@ class DecodeGraphs:
 
 
 def why_not_captured(policy: Any, cache: KVCache) -> str | None:
-    """Why the launches of a decode step depend on its rows. None: steps with equal numbers of rows launch the same kernels."""
+    """Why decode steps cannot be captured. None: they can, because steps with equal numbers of rows launch the same kernels."""
     fused = getattr(policy, "fused", None)
     if cache.kernel is None:
         return f"there is no kernel for ragged rows of {cache.data.dtype}"

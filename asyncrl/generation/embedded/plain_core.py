@@ -46,7 +46,7 @@ class PlainCore:
     """Has the interface of `Core`, and the same division between the owner task and the lane."""
 
     def __init__(self, policy: PolicyModel, sequences: Sequences, *, prefill_tokens: int) -> None:
-        """`prefill_tokens`: most tokens of one prefill closure. A longer sequence is prefilled alone, in one closure."""
+        """`prefill_tokens`: limit of one prefill closure. A longer sequence is prefilled alone, in one closure."""
         self.policy = policy
         self.sequences = sequences
         self.sampler = Sampler()
@@ -108,13 +108,13 @@ class PlainCore:
             for slot in self._without_cohort:
                 by_length[int(self.sequences.length[slot])].append(slot)
             for length, slots in by_length.items():
-                most = (self.prefill_tokens - total) // max(length - 1, 1)
+                max_members = (self.prefill_tokens - total) // max(length - 1, 1)
                 # A sequence that is longer than the budget is prefilled alone.
-                if most < 1 and total == 0:
-                    most = 1
-                if most < 1:
+                if max_members < 1 and total == 0:
+                    max_members = 1
+                if max_members < 1:
                     break
-                members = slots[: most if self.policy.path.padded else 1]
+                members = slots[: max_members if self.policy.path.padded else 1]
                 self._without_cohort = [slot for slot in self._without_cohort if slot not in members]
                 self._cohorts.append(Cohort(members, self._prefilled_state(members, length - 1), set()))
                 self.sequences.cached[members] = length - 1

@@ -25,22 +25,22 @@ from asyncrl.types import Int64Array
 
 from .cache import KVCache
 
-# One product with terms reads at most this many bytes of float32 keys. Keys in bfloat16 are copied; the copy must fit CPU caches.
+# A product with terms reads at most this many bytes of float32 keys. bfloat16 keys are copied to float32, and must fit CPU caches.
 _BAND_BYTES = 8 << 20
 # The same on a GPU, where a band's dozen launches take as long as reading 128 MiB.
 _DEVICE_BAND_BYTES = 256 << 20
 
 
-def split_bands(position_n: Int64Array, window: int | None, most: int) -> list[tuple[int, int, int, int]]:
+def split_bands(position_n: Int64Array, window: int | None, max_positions: int) -> list[tuple[int, int, int, int]]:
     """Rows [0..n) in bands (start, stop, low, high): rows [start..stop) see nothing outside of positions [low..high). A band of
-    several rows reads at most `most` positions."""
+    several rows reads at most `max_positions` positions, summed over its rows."""
     first_n = np.zeros_like(position_n) if window is None else np.maximum(position_n - (window - 1), 0)
     bands: list[tuple[int, int, int, int]] = []
     for row, (first, last) in enumerate(zip(first_n.tolist(), position_n.tolist(), strict=True)):
         start, _, low, high = bands.pop() if bands else (row, row, first, last + 1)
-        wide = start, row + 1, min(low, first), max(high, last + 1)
-        if (row + 1 - start) * (wide[3] - wide[2]) <= most or start == row:
-            bands.append(wide)
+        widened = start, row + 1, min(low, first), max(high, last + 1)
+        if (row + 1 - start) * (widened[3] - widened[2]) <= max_positions or start == row:
+            bands.append(widened)
         else:
             bands += [(start, row, low, high), (row, row + 1, first, last + 1)]
     return bands
@@ -96,8 +96,8 @@ class DecodePlan(PlanWithRoutes):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
     def __init__(self, cache: KVCache, position_n: Int64Array, layout: Tensor | None = None) -> None:
-        """`layout`: a tensor on the device, of the size of `DecodePlan.layout`. The caller may overwrite it with the layout of
-        other positions, none beyond `position_n`."""
+        """`layout`: a device tensor of the size of `DecodePlan.layout`, which the caller may overwrite with the layout of other
+        positions, none beyond `position_n`; None: the layout of `position_n`."""
         self.cache = cache
         self.position_n = np.ascontiguousarray(position_n, np.int64)
         self.longest = int(position_n.max(initial=-1)) + 1
@@ -167,9 +167,9 @@ class DecodePlan(PlanWithRoutes):
         if window not in self._bands:
             cache, device = self.cache, self.cache.device
             band_bytes = _BAND_BYTES if device.type == "cpu" else _DEVICE_BAND_BYTES
-            most = band_bytes // (4 * cache.shape.heads * cache.shape.head_size)
+            max_positions = band_bytes // (4 * cache.shape.heads * cache.shape.head_size)
             self._bands[window] = []
-            for start, stop, low, high in split_bands(self.position_n, window, most):
+            for start, stop, low, high in split_bands(self.position_n, window, max_positions):
                 position = to_device(self.position_n[start:stop, None], device)
                 seen = visible(position, torch.arange(low, high, device=device), window)
                 self._bands[window].append((slice(start, stop), slice(low, high), seen))

@@ -12,8 +12,8 @@ Cost of a row without filters: one scaling, one softmax and one sum per block of
 sums of the blocks, then those within one block, so it sorts nothing. min-p alone needs one more pass. Rows with top-k or top-p need
 a partial sort. Rows with changed logits need copies of their logits and a logsumexp.
 
-The host waits for the device only to copy the tokens. That copy also tells whether the partial sort sufficed. Otherwise the
-batch is sampled again with a whole sort.
+The host waits for the device only to copy the tokens. That copy also tells whether the partial sort sufficed. If not, the batch is
+sampled again with a whole sort.
 
 Shape legend: N rows, V vocabulary, B blocks of the vocabulary, R a subset of the rows.
 """
@@ -234,12 +234,12 @@ class Sampler:
         greedy, sort = params.temperature == 0, params.sorts
         probs_NV = self._probabilities(logits_NV)
         uniform = to_device(params.uniform, device)
-        cut = ~greedy & ~sort & (params.min_p > 0)
+        min_p_alone = ~greedy & ~sort & (params.min_p > 0)
         mass_N: Tensor | None = None
-        if cut.any():
-            least_N = to_device(np.where(cut, params.min_p, 0.0), device).to(probs_NV.dtype) * probs_NV.amax(-1)
+        if min_p_alone.any():
+            least_N = to_device(np.where(min_p_alone, params.min_p, 0.0), device).to(probs_NV.dtype) * probs_NV.amax(-1)
             probs_NV.masked_fill_(probs_NV < least_N.unsqueeze(1), 0.0)
-            mass_N = torch.where(to_device(cut, device), probs_NV.sum(-1, dtype=torch.float64), 1.0)
+            mass_N = torch.where(to_device(min_p_alone, device), probs_NV.sum(-1, dtype=torch.float64), 1.0)
         token_N = torch.zeros(rows, dtype=torch.int64, device=device) if sort.all() else _inverse_cdf(probs_NV, uniform)
         enough_N = torch.ones_like(uniform)
         if sort.any():

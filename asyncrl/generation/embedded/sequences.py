@@ -30,7 +30,7 @@ Move: TypeAlias = tuple[int, int, int, int]
 
 
 def prefix_key(request: GenerationRequest) -> PrefixKey | None:
-    """Equal for requests that share a prompt. It contains the tokens, so a wrong `prefix_key` of a caller does no harm."""
+    """Equal for requests that share a prompt. The key contains the tokens, so a wrong `prefix_key` of a caller does no harm."""
     return None if request.prefix_key is None else (request.prefix_key, request.prompt_ids.tobytes())
 
 
@@ -38,7 +38,7 @@ class Sequences:
     """Arrays indexed by slot, and the map from rows to slots. See the module docstring."""
 
     def __init__(self, capacity: int, max_context: int, routes: RoutesShape | None = None) -> None:
-        """`capacity`: number of slots. `max_context`: most tokens of a sequence. `routes`: shape of recorded routes, or None."""
+        """`capacity`: number of slots. `max_context`: maximum length of a sequence. `routes`: shape of recorded routes, or None."""
         self.capacity = capacity
         self.max_context = max_context
         self.tokens = np.zeros((capacity, max_context), dtype=np.int64)
@@ -54,10 +54,10 @@ class Sequences:
         self.prompt = np.zeros(capacity, dtype=np.int64)  # tokens of the prompt
         self.length = np.zeros(capacity, dtype=np.int64)  # tokens of prompt and completion so far
         self.cached = np.zeros(capacity, dtype=np.int64)  # tokens with keys and values in the cache
-        # prompt + max_tokens; of a kept sequence its tokens
+        # prompt + max_tokens; of a kept sequence the number of its tokens
         self.limit = np.zeros(capacity, dtype=np.int64)
         self.session: list[str | None] = [None] * capacity
-        # Cached tokens of the prompt that an earlier request of the session has left.
+        # Number of the prompt's tokens whose keys and values an earlier request of the session has left in the cache.
         self.reused = np.zeros(capacity, dtype=np.int64)
         # Version of the weights that computed the first cached token. No other cached token has an older version.
         self.oldest = np.zeros(capacity, dtype=np.int32)
@@ -178,7 +178,7 @@ class Sequences:
 
     def _swap(self, row: int, other: int) -> None:
         """Let two rows change places. A row may be empty."""
-        slots = [int(self._slot_of_row[each]) for each in (row, other)]
+        slots = [int(self._slot_of_row[index]) for index in (row, other)]
         if row == other or max(slots) < 0:
             return
         self._slot_of_row[[other, row]] = slots

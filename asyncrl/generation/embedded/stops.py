@@ -7,7 +7,7 @@ from typing import Any
 from asyncrl.data.texts import decode, find_stop
 from asyncrl.types import Int64Array
 
-# Tokens that are decoded before those searched. The text of a token may depend on a few tokens before it (spaces, bytes).
+# Tokens decoded in front of the searched tokens. The text of a token may depend on a few tokens before it (spaces, bytes).
 MARGIN = 8
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from asyncrl.concurrency.lane import Lane
 from asyncrl.generation.embedded.sampling import LogitChanges, RowParams, Sampled, Sampler, keyed_uniform, seed_array
 from asyncrl.generation.embedded.stops import StopStrings
-from asyncrl.generation.life import TRACK
+from asyncrl.generation.lifecycle import TRACK
 from asyncrl.generation.owner import Job, OwnedEngine, kept_age_limit
 from asyncrl.generation.requests import check_tokens
 from asyncrl.models.outputs import DECODED, bound_of, fixed_row
@@ -65,10 +65,10 @@ class CoreSpec:
 
 @dataclass(frozen=True, slots=True)
 class _CachedPrefix:
-    """The beginning of a finished request, computed with the weights of `version`. vLLM's prefix cache may still have its blocks,
-    under the salt of that version: vLLM shares blocks only between requests of one salt. A later request of the session whose
-    prompt begins with `tokens` uses that salt. `tokens`: the prompt and the first sampled token, whose version tells the age of the
-    cached prompt."""
+    """The beginning of a finished request, computed with the weights of `version`. vLLM's prefix cache may still have the request's
+    blocks, under the salt of that version: vLLM shares blocks only between requests of one salt. If the prompt of a later request
+    of the session begins with `tokens`, that request uses that salt. `tokens`: the prompt and the first sampled token, whose
+    version tells the age of the cached prompt."""
 
     version: int
     tokens: Int64Array
@@ -90,7 +90,7 @@ class RunningRequest:
         self.seed = seed_array(request.seed)[0]
         self.session = request.session
         # Version of the weights that computed the oldest cached tokens. None: the prompt is computed with the current weights.
-        self.base: int | None = None
+        self.base_version: int | None = None
         self.reused = 0  # tokens of the prompt that were cached
         self.count = 0  # sampled tokens
         self._stop_strings = stop_strings
@@ -202,7 +202,7 @@ class VllmEngine(OwnedEngine):
         self._changes: deque[tuple[int, RunningRequest | None]] = deque()
         # Sessions that have ended since the lane's last step.
         self._forgotten: deque[str] = deque()
-        # Only the lane uses the following.
+        # Only the lane uses the attributes from here on.
         self._core: Any = None
         self._sampler = Sampler()
         self._slots: dict[int, RunningRequest] = {}
@@ -311,9 +311,9 @@ class VllmEngine(OwnedEngine):
         # Requests that ended in a step of `replay` are reported without another step.
         if not self._ended:
             self._compute()
-        news = self._batches, self._new_prefilled, self._ended, self._reused
+        results = self._batches, self._new_prefilled, self._ended, self._reused
         self._batches, self._new_prefilled, self._ended, self._reused = [], 0, [], []
-        return news
+        return results
 
     def _apply_changes(self) -> None:
         """Add the new requests to the core, and remove those that have ended or were aborted. Forget ended sessions."""
@@ -340,16 +340,16 @@ class VllmEngine(OwnedEngine):
         self._slot_of_name[name] = slot
         request = running.request
         limit = request.sampling.max_tokens
-        salt, running.base = self._choose_salt(running, name)
+        salt, running.base_version = self._choose_salt(running, name)
         running.reused = 0
         self._core.add(name, request.prompt_ids.tolist(), limit, running.stop_ids, salt=salt)
 
     def _choose_salt(self, running: RunningRequest, name: str) -> tuple[str, int | None]:
-        """The salt of the blocks that the request may share, and `RunningRequest.base`."""
+        """The salt of the blocks that the request may share, and `RunningRequest.base_version`."""
         prompt = running.request.prompt_ids
         prefixes = [] if running.session is None else self._prefixes.get(running.session, [])
         versions = [kept.version for kept in prefixes if np.array_equal(prompt[: kept.tokens.size], kept.tokens)]
-        # If nothing is kept, a request that continues an earlier request must not find its blocks by accident.
+        # If nothing is kept, a request that continues an earlier request must not find the earlier blocks by accident.
         if versions and self._kept_max_age is None:
             return name, None
         base = max(versions, default=None)
@@ -359,10 +359,10 @@ class VllmEngine(OwnedEngine):
 
     def _keep_prefix(self, running: RunningRequest) -> None:
         """Let later requests of the session go on with the cached tokens of this finished request."""
-        if running.base is not None and running.reused:
-            self._reused.append((running.reused, running.first_version - running.base))
-        # A request with a base continues a prefix that has the same salt.
-        if running.session is not None and running.base is None:
+        if running.base_version is not None and running.reused:
+            self._reused.append((running.reused, running.first_version - running.base_version))
+        # The blocks of a request with a base version have the salt of an earlier prefix, which is in the list already.
+        if running.session is not None and running.base_version is None:
             prefixes = self._prefixes.setdefault(running.session, [])
             prefixes.append(_CachedPrefix(running.first_version, running.tokens[: running.request.prompt_ids.size + 1]))
 

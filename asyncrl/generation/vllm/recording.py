@@ -48,20 +48,20 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
 def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Tensor]) -> dict[str, list[RecordedPiece]]:
-    """The pieces that `load` copies from views of `buffer` into each of `targets`, which must not share storage. The pieces of a
-    parameter cover the parameter in order. Pieces that are neighbours in the buffer too are merged. `require_all_read` must follow.
+    """For each of `targets`, which must not share storage, the pieces that `load` copies into it from views of `buffer`. They cover
+    the target in order. Neighbours in the target that are also neighbours in the buffer are merged. `require_all_read` must follow.
 
     Errors: ConfigError for a parameter that does not consist only of copies.
     """
-    with _Copies(buffer, targets) as copies:
+    with _WriteRecorder(buffer, targets) as writes:
         load(layout.views(buffer))
     return {
-        name: _merge_pieces(name, tensor, [] if name in copies.computed else copies.found[name])
+        name: _merge_pieces(name, tensor, [] if name in writes.computed else writes.found[name])
         for name, tensor in targets.items()
     }
 
 
-class _Copies(TorchDispatchMode):
+class _WriteRecorder(TorchDispatchMode):
     """Records every write into the targets: copies of the buffer, zeros, and (in `computed`) anything else, such as a change in
     place after a copy. Values cannot be compared instead, because the buffer is a half of the weight board, which the trainer
     may write meanwhile."""

@@ -18,14 +18,14 @@ _MEMORY = Path("/dev/shm")
 def temporary_folder() -> Iterator[str]:
     """An empty folder. Inside the context this process creates its temporary files there, because vLLM leaves a file of its process
     group behind. First the folders of killed processes are removed. Errors: OSError."""
-    before, root = tempfile.tempdir, tempfile.gettempdir()
+    original, root = tempfile.tempdir, tempfile.gettempdir()
     _remove_orphans(Path(root))
     folder, descriptor = _locked_folder(root)
     tempfile.tempdir = folder
     try:
         yield folder
     finally:
-        tempfile.tempdir = before
+        tempfile.tempdir = original
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
 

@@ -1,5 +1,5 @@
-"""The adapter for vLLM 0.32 and 0.33. Only the files `v0_32*.py` use its internals, and what they use is the same in both versions.
-A minor version with other internals needs its own adapter.
+"""The adapter for vLLM 0.32 and 0.33. Only the files `v0_32*.py` use vLLM's internals, and only internals that both versions share.
+A minor version with other internals needs another adapter.
 
 vLLM's engine core runs in this thread, without a process or socket (`InprocClient`). Nothing of it runs between two calls of
 `step`, so weights may be changed then.
@@ -86,10 +86,10 @@ class ModelSpec:
 class CoreLimits:
     """Limits of the core. They decide how much memory vLLM allocates."""
 
-    sequences: int  # most running sequences
-    context: int  # most tokens of one sequence
+    sequences: int  # running sequences
+    context: int  # tokens of one sequence
     positions: int  # cached positions of all sequences together
-    step_tokens: int  # most tokens of one step
+    step_tokens: int  # tokens of one step
     position_bytes: int  # keys and values of a position, in one process
 
 
@@ -284,8 +284,8 @@ def _rename(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator
     """The weights under the names that the model's own loader expects."""
     changes = _NAMES.get(type(model).__name__, ())
     for name, weight in weights:
-        for ours, theirs in changes:
-            name = name.replace(ours, theirs)
+        for transformers_name, checkpoint_name in changes:
+            name = name.replace(transformers_name, checkpoint_name)
         yield name, weight
 
 
@@ -325,12 +325,12 @@ def _plain_layers(device: torch.device) -> Iterator[None]:
 
 def _inspect_here(architectures: Sequence[str]) -> None:
     """Load the model's class in this process. vLLM would start another process for that, which is slow."""
-    known = ModelRegistry.models
+    registered = ModelRegistry.models
     for name in architectures:
-        if name not in known:
+        if name not in registered:
             raise ConfigError(f"generation.engine is vllm, which knows no {name}; {_USE_OTHER}")
-        if not isinstance(known[name], _RegisteredModel):
-            known[name] = _RegisteredModel.from_model_cls(known[name].load_model_cls())
+        if not isinstance(registered[name], _RegisteredModel):
+            registered[name] = _RegisteredModel.from_model_cls(registered[name].load_model_cls())
 
 
 def _engine_config(folder: str, spec: ModelSpec, limits: CoreLimits, processes: int = 1) -> VllmConfig:
@@ -453,14 +453,14 @@ def _computes_in_place(experts: RoutedExperts, device: torch.device) -> bool:
 
 
 def _require_cache(core: Any, limits: CoreLimits) -> None:
-    """Errors: ConfigError if the cache has not the requested size, or if a sequence could be preempted.
+    """Errors: ConfigError if the cache has another size than the requested one, or if a sequence could be preempted.
 
     If layers differ (sliding windows beside full attention), vLLM splits them into groups of equal size. A sequence needs blocks in
     each group. The padding of the last group takes memory too."""
-    config, asked = core.vllm_config.cache_config, _cache_bytes(limits)
-    if config.kv_cache_memory_bytes != asked:
+    config, requested = core.vllm_config.cache_config, _cache_bytes(limits)
+    if config.kv_cache_memory_bytes != requested:
         raise ConfigError(
-            f"generation.engine is vllm, which was asked for a cache of {asked:,} bytes and has made one of "
+            f"generation.engine is vllm, which was asked for a cache of {requested:,} bytes and has made one of "
             f"{config.kv_cache_memory_bytes:,}; remove VLLM_CPU_KVCACHE_SPACE from the environment"
         )
     groups, blocks = len(core.scheduler.kv_cache_config.kv_cache_groups), int(config.num_gpu_blocks)

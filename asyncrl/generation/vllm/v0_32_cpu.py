@@ -27,7 +27,7 @@ def unpacked() -> Iterator[None]:
     """Inside the context vLLM creates layers that use their parameters directly. vLLM's kernel for experts needs packed weights, so
     `_sum_of_experts` replaces it. In float32, linear layers are about two times slower without packing."""
     kernel: Any = CPUUnquantizedExperts
-    before = dispatch.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading
+    originals = dispatch.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading
 
     def use_plain_linear(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = F.linear
@@ -40,7 +40,7 @@ def unpacked() -> Iterator[None]:
     try:
         yield
     finally:
-        dispatch.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading = before
+        dispatch.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading = originals
 
 
 def _sum_of_experts(experts: CPUUnquantizedExperts, *, output: Tensor, **arguments: Any) -> None:
@@ -67,12 +67,12 @@ def unbound_memory() -> Iterator[None]:
     """Inside the context vLLM does not bind this process's memory to a NUMA node. vLLM would choose the node of the first allowed
     core, which is the same node for all workers of a machine."""
     name, library = "init_cpu_memory_env", torch.ops._C
-    before = getattr(library, name)
+    original = getattr(library, name)
     setattr(library, name, lambda nodes: None)
     try:
         yield
     finally:
-        setattr(library, name, before)
+        setattr(library, name, original)
 
 
 def is_replaced(method: Any) -> bool:

@@ -203,7 +203,7 @@ class SplitExecutor(UniProcExecutor):
     def collective_rpc(
         self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **options: Any
     ) -> Any:
-        """Call a method of vLLM's worker in every process. Returns this process's result in a step, else all results."""
+        """Call a method of vLLM's worker in every process. Returns all results, but for a method of `STEP` only this process's."""
         for channel in self._channels:
             # A partner that has ended: see `_watch`.
             with contextlib.suppress(BrokenPipeError):

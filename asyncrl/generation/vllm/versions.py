@@ -52,16 +52,16 @@ def installed_version() -> str | None:
 def require_vllm(device: str = "cpu") -> str:
     """The installed version. `device`: the type of the workers' devices. Errors: ConfigError if vLLM is not installed, has no
     adapter, or is a build for CPUs while the workers are on GPUs."""
-    if (problem := missing_vllm(device)) is not None:
-        known = ", ".join(f"{major}.{minor}" for major, minor in ADAPTERS)
-        wanted = INSTALL if device == "cpu" else install("vllm")
+    if (problem := vllm_problem(device)) is not None:
+        supported = ", ".join(f"{major}.{minor}" for major, minor in ADAPTERS)
+        command = INSTALL if device == "cpu" else install("vllm")
         raise ConfigError(
-            f"generation.engine is vllm, and {problem}; expected vLLM {known}: {wanted}, or leave generation.engine out"
+            f"generation.engine is vllm, and {problem}; expected vLLM {supported}: {command}, or leave generation.engine out"
         )
     return str(installed_version())
 
 
-def missing_vllm(device: str) -> str | None:
+def vllm_problem(device: str) -> str | None:
     """Why the installed vLLM cannot serve workers on devices of this type. None: it can."""
     version = installed_version()
     if version is None:
@@ -73,7 +73,7 @@ def missing_vllm(device: str) -> str | None:
     return None
 
 
-def refuse_ranks() -> None:
+def refuse_data_parallel() -> None:
     """Errors: ConfigError if the environment declares several vLLM engines. This engine would wait for the others for ever."""
     size = os.environ.get(DP_SIZE, "1")
     if size != "1":

@@ -5,13 +5,13 @@
     pin(version) --> one worker keeps that version and answers only pinned requests (pin.py)
 
 Guarantees
-* A request is answered once. The engine takes every answer that a worker sent before it died. The worker's other requests go to
-  another worker or to the worker's successor, with the same seeds. A successor starts with the current weights, but the
-  successor of a pinned worker starts with the pinned weights. What the dead worker kept for sessions is computed again.
+* A request is answered once. The engine takes every answer that a worker sent before it died. A dead worker's unanswered requests
+  go to another worker or to its successor, with the same seeds. A successor starts with the current weights, but the successor
+  of a pinned worker starts with the pinned weights. What the dead worker kept for sessions is computed again.
 * The engine kills a worker that sends nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`.
-  While a worker starts, both limits are `stage_timeout_s`, and `loop_timeout_s` without a message and CPU time kills it too.
+  While a worker starts, both limits are `stage_timeout_s`, but a silent worker without CPU time is killed after `loop_timeout_s`.
 * Three failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the
-  last lines of its output), wrong weights, and a first start that fails.
+  last lines of the worker's output), wrong weights, and a first start that fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import anyio
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.errors import GenerationError, WorkerDied
-from asyncrl.generation.life import EngineLife
+from asyncrl.generation.lifecycle import BaseEngine
 from asyncrl.generation.requests import check_request, check_tokens
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, PostedVersion
@@ -54,15 +54,15 @@ class WorkerLimits:
     max_context: int
     vocabulary: int
     has_tokenizer: bool
-    start_s: float  # most time of a start
-    silent_s: float  # most time without a message
-    closure_s: float  # most time of one closure
+    start_s: float  # of a start
+    silent_s: float  # without a message
+    closure_s: float  # of one closure
     # With `preset: sync` a group's number chooses its worker, and every `ranks`th group belongs to this rank. Else None.
     ranks: int | None = None
 
     @property
     def capacity(self) -> int:
-        """Most requests at one worker: those that run, and a reserve from which the worker fills freed places."""
+        """Limit of requests at one worker: those that run, and a reserve from which the worker fills freed places."""
         return self.max_sequences + max(2, self.max_sequences // 8)
 
 
@@ -72,7 +72,7 @@ class _WorkerUpdate:
     future: asyncio.Future[None]
 
 
-class WorkerEngine(EngineLife):
+class WorkerEngine(BaseEngine):
     """Implements `ports.Engine`, and `update_weights` of a weight board. See the module docstring.
 
     setup: returns the `Setup` of worker `n`. show_stage: is called with the stage of a worker's start.
@@ -131,8 +131,8 @@ class WorkerEngine(EngineLife):
         self._pins.newest = PostedVersion(version, half, outputs)
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Returns once every worker computes with this version, which is in this half of the board. A worker that is still starting
-        gets the version before its first request. After the return only a pinned worker may read the other half (see `reads`).
+        """Returns once every worker that is not pinned computes with this version, from this half of the board. A worker that is
+        starting gets the version before its first request. Then only a pinned worker may read the other half (see `reads`).
 
         `outputs`: log-probs that the trainer computes with the version (models/outputs.py). A worker with other log-probs ends the
         engine with a DivergenceError a moment later."""
@@ -197,8 +197,8 @@ class WorkerEngine(EngineLife):
     # -- the task that owns the workers
 
     async def _run_owner(self) -> None:
-        for line in await offload(remove_orphans, "sweep"):
-            logger.info("workers of a dead run had left %s; it was removed", line)
+        for name in await offload(remove_orphans, "sweep"):
+            logger.info("removed %s, shared memory of the workers of a dead run", name)
         async with plain_task_group() as tasks:
             for number in range(self.limits.workers):
                 spawn(tasks, f"worker {number}", self._run_worker, number)
@@ -235,7 +235,7 @@ class WorkerEngine(EngineLife):
         deaths, first = 0, True
         while True:
             peer: Peer | None = None
-            before = self._finishes[number]
+            finished_before = self._finishes[number]
             try:
                 self._peers[number] = peer = Peer(number, self._setup(number))
                 try:
@@ -244,7 +244,7 @@ class WorkerEngine(EngineLife):
                     self._retire(peer)
                     await peer.process.aclose(LEAVE_S)
             except (WorkerDied, BlockingIOError) as died:
-                deaths = 1 if self._finishes[number] > before else deaths + 1
+                deaths = 1 if self._finishes[number] > finished_before else deaths + 1
                 if first and (peer is None or not peer.ready):
                     raise
                 if deaths >= MOST_DEATHS:
@@ -275,7 +275,7 @@ class WorkerEngine(EngineLife):
             weights = self._pins.of(peer.number) or self._pins.newest
             assert weights is not None, "set_first_weights was not called before the workers started"
             peer.send_weights(*weights)
-        # The worker samples with the version that it was sent.
+        # The worker now samples with the weights that it was sent.
         if "bound" in message:
             if not self._router.serves(peer.number):
                 self._router.add_worker(peer.number)
@@ -300,11 +300,11 @@ class WorkerEngine(EngineLife):
     async def _watch(self, peer: Peer) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            before = loop.time()
+            began = loop.time()
             await anyio.sleep(_WATCH_S)
             # The event loop was blocked, so messages of the worker may be unread: that time is no silence of the worker.
-            if loop.time() - before > 2 * _WATCH_S:
-                peer.last_message_at = min(loop.time(), peer.last_message_at + loop.time() - before)
+            if loop.time() - began > 2 * _WATCH_S:
+                peer.last_message_at = min(loop.time(), peer.last_message_at + loop.time() - began)
                 continue
             reason = peer.hang_reason(self.limits.start_s, self.limits.silent_s, self.limits.closure_s)
             if reason is not None:

@@ -23,7 +23,7 @@ def segment_name() -> str:
 
 
 def remove_orphans() -> list[str]:
-    """Remove worker segments of this user whose owner process is dead, even if they are damaged. Returns their names.
+    """Remove this user's worker segments whose owner process is dead, even damaged segments. Returns their names.
 
     A suspended owner counts as alive. The function reads files, so call it in a thread. Errors: PlatformError.
     """

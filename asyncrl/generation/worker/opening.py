@@ -50,7 +50,7 @@ async def open_serving(
         name="engine/load",
     )
     if setup["board"]["slab"] is not None:
-        # Frees the policy's own weights before the cache is allocated. The trainer may use the same GPU.
+        # The move frees the policy's own weights before the cache is allocated. The trainer may use the same GPU.
         await lane.run(lambda: policy.flat.move_to(half), name="engine/bind")
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
     engine = EmbeddedServing(
@@ -74,7 +74,7 @@ async def _attach_board(
     board = await lane.run(
         lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to, one_copy), name="engine/board"
     )
-    # The half that has weights. If the trainer writes newer weights into it now, the worker's first update replaces what was read.
+    # A half that has weights. If the trainer overwrites the half during the fetch, the worker's first update repairs the weights.
     index = 0 if board.version(0) is not None else 1
     await wait_for_device(await lane.run(lambda: board.fetch(index), name="engine/fetch"))
     return board, board.half(index)
@@ -98,13 +98,13 @@ async def _open_vllm(
     version = await lane.run(lambda: require_vllm(device.type), name="engine/version")
     report_stage(f"importing vLLM {version}")
     adapter = await lane.run(load_adapter, name="engine/import")
-    # One sequence more than requests: the fixed row of `VllmEngine.outputs`, of TOKENS tokens.
+    # `VllmEngine.outputs` computes a fixed sequence of TOKENS tokens beside the requests.
     limits = adapter.CoreLimits(
         sequences=options["max_sequences"] + 1,
         context=max(options["max_context"], TOKENS + 1),
         positions=options["kv_positions"] + TOKENS + 1,
         step_tokens=config.engine.prefill_tokens,
-        # Each process of a split engine has its own heads, and at least one.
+        # In one process: a split engine divides the key-value heads, but every process has at least one.
         position_bytes=description["position_bytes"] // min(len(setup["devices"]), description["kv_heads"]),
     )
     routes = None if description["routes"] is None else RoutesShape(**description["routes"])

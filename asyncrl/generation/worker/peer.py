@@ -43,7 +43,7 @@ class Peer:
         self.ready = False
         # Versions that the worker computes with, and that it was sent last. -1: none.
         self.version = self.sent_version = -1
-        # From the newest report. `closure`: name of the closure on the worker's lane, and its seconds so far.
+        # From the newest report. `closure`: name of the running closure on the worker's lane, and its seconds so far; None: none.
         self.statistics: dict[str, float] = {}
         self.closure: tuple[str, float] | None = None
         # Loop times of the newest message, and of the last check that found more processor time of the worker than before.
@@ -64,12 +64,12 @@ class Peer:
         self._outbox.append((number, request))
 
     def end_session(self, session: str) -> None:
-        """Send the end of a session, in one message with the requests of this iteration and behind them."""
+        """Send the end of a session. The message also has this iteration's requests, which the worker begins first."""
         self._flush_soon()
         self._ended_sessions.append(session)
 
     def send_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Send the worker its next weights. The worker binds them between two closures, reports that, and compares `outputs`."""
+        """Send the worker its next weights. The worker binds them between two closures, reports that, then compares `outputs`."""
         self.sent_version = version
         self.process.channel.send({"weights": version, "half": half, "outputs": outputs})
 

@@ -35,9 +35,9 @@ class Pin:
         if self.ended:
             return await self.sample(request, False)
         generation, version = await self.sample(request, True), self.weights.version
-        others = set(generation.versions.tolist()) - {version}
-        if others and not self.ended:
-            raise DivergenceError(f"worker {self.worker} is pinned to version {version} and sampled with {min(others)}")
+        wrong = set(generation.versions.tolist()) - {version}
+        if wrong and not self.ended:
+            raise DivergenceError(f"worker {self.worker} is pinned to version {version} and sampled with {min(wrong)}")
         return generation
 
     def end(self) -> None:
@@ -59,8 +59,8 @@ class Pins:
         self.newest: PostedVersion | None = None  # the version that the other workers were sent last
 
     async def begin(self, version: int, sample: Sample) -> Pin | None:
-        """Pin the worker with the fewest reserved tokens among those that have bound `version`. None: fewer than two have bound it,
-        `version` is not the newest, or another pin began meanwhile."""
+        """Pin the worker with the fewest reserved tokens among those that have bound `version`. Returns None if fewer than two have
+        bound it, if `version` is not the newest, or if another pin began meanwhile."""
         if self._pin is not None:
             await self.wait_unread(self._pin.weights.half)
         numbers = [number for number in self._peers if self._router.serves(number)]
@@ -89,8 +89,8 @@ class Pins:
         while self._pin is not None and self.reads(half):
             future = asyncio.get_running_loop().create_future()
             self._waiting.append(future)
-            what = f"a worker that is pinned to version {self._pin.weights.version}"
-            with self._recorder.wait("the engines", what, on="evaluate pump", cause="evaluate"):
+            holder = f"a worker that is pinned to version {self._pin.weights.version}"
+            with self._recorder.wait("the engines", holder, on="evaluate pump", cause="evaluate"):
                 await future
 
     def finish_ended_pin(self) -> None:

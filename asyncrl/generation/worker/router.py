@@ -1,12 +1,12 @@
 """Chooses the worker of each request. The router only keeps lists: it never waits and sends nothing.
 
 Requests with the same `prefix_key` go to one worker, their *home*, as long as the home has one of them. So their prompt is
-prefilled once. A request of a session goes to the worker of the session's last request, which may have kept its keys and values,
-unless that worker is full or has too large a share of the reserved tokens (prompt + max_tokens). Other requests go to the worker
-with the fewest reserved tokens. A worker gets at most `capacity` requests: those that it can run and a small reserve, so that it
-never waits for the rank. The others wait in the router by priority, then in the order of arrival.
+prefilled once. A worker may keep the keys and values of a session, so the session's next request goes to the same worker, unless
+that worker is full or has too large a share of the reserved tokens (prompt + max_tokens). Other requests go to the worker with the
+fewest reserved tokens. A worker gets at most `capacity` requests: those that it can run and a small reserve, so that the worker
+never waits for the rank. All further requests wait in the router by priority, then in the order of arrival.
 
-In `preset: sync` the group of a request decides its worker, and the request is sent at once, whatever the worker has. So the
+In `preset: sync` the group of a request decides its worker, and the request is sent at once, even beyond `capacity`. So the
 requests that a worker runs together do not depend on timing.
 
 A *pinned* worker (at most one) keeps its earlier requests and gets only pinned requests, which no other worker gets. Groups whose
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 
 from asyncrl.types import Generation, GenerationRequest
 
-# A session stays at its worker while the worker has at most so many times the reserved tokens that the least loaded worker would
-# have with the request.
-_MOST_LOAD = 2
+# A session stays at its worker while that worker's reserved tokens are at most this multiple of those that the least loaded
+# worker would have with the request.
+_MAX_LOAD_RATIO = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +39,7 @@ class RoutedJob:
 
     @property
     def reserved(self) -> int:
-        """Most tokens of prompt and completion."""
+        """Tokens of the prompt and of the longest possible completion."""
         return int(self.request.prompt_ids.size) + self.request.sampling.max_tokens
 
 
@@ -60,7 +60,7 @@ class Router:
         self._numbers = itertools.count()
         self._waiting: dict[int, RoutedJob] = {}  # by number, in the order of sending
         self._loads: dict[int, _Load] = {}  # by worker, only workers in service
-        # Prefix key -> (its home, number of unanswered sent requests). The number includes requests at an earlier home, now pinned.
+        # Prefix key -> (its home, number of unanswered sent requests). The number includes requests at a former home, now pinned.
         self._homes: dict[str, tuple[int, int]] = {}
         self._sessions: dict[str, int] = {}  # session -> the worker of its last request
         self.pinned: int | None = None  # the pinned worker, even if it is out of service
@@ -85,7 +85,7 @@ class Router:
 
     @property
     def reserved(self) -> int:
-        """Most tokens of prompts and completions of all sent requests."""
+        """Reserved tokens of all sent requests."""
         return sum(load.reserved for load in self._loads.values())
 
     def add(self, request: GenerationRequest, future: asyncio.Future[Generation], *, pinned: bool = False) -> RoutedJob:
@@ -119,7 +119,7 @@ class Router:
         return 0 if load is None else sum(not job.pinned for job in load.jobs.values())
 
     def remove_worker(self, worker: int) -> int:
-        """The worker is out of service. Its requests wait again, in their original order. Returns their number."""
+        """Take the worker out of service. Its requests wait again, in their original order. Returns their number."""
         load = self._loads.pop(worker, None)
         self._sessions = {session: home for session, home in self._sessions.items() if home != worker}
         if load is None or not load.jobs:
@@ -210,7 +210,7 @@ class Router:
         home = None if job.request.session is None else self._sessions.get(job.request.session)
         if least is None or home not in free:
             return least
-        return home if loads[home].reserved <= _MOST_LOAD * (loads[least].reserved + job.reserved) else least
+        return home if loads[home].reserved <= _MAX_LOAD_RATIO * (loads[least].reserved + job.reserved) else least
 
     def _has_room(self, load: _Load) -> bool:
         return len(load.jobs) < self.capacity

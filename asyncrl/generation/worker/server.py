@@ -101,7 +101,7 @@ async def report(control: Channel, lane: ThreadLane, recorder: Recorder, engines
         closure = None if current is None else [current[0], awake.now() - current[1]]
         statistics = engines[0].statistics() if engines else {}
         control.send({"report": {"statistics": statistics, "closure": closure, "parcel": take_parcel(recorder)}})
-        # Reports must not pile up while the rank does not read them, as when it is stopped.
+        # Reports must not pile up while the rank is stopped and does not read them.
         await control.drain()
         await anyio.sleep(_REPORT_S)
 

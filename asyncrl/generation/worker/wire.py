@@ -19,7 +19,7 @@ from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingP
 
 # Sampling uses the low 64 bits of a seed, and the channel's JSON encoder refuses larger integers.
 _SEED_MASK = 0xFFFFFFFFFFFFFFFF
-# Fields that are sent unchanged, but `_SEED_MASK` cuts the seed.
+# Fields that are sent unchanged, except that `_SEED_MASK` cuts the seed.
 _PLAIN_FIELDS = ("seed", "prefix_key", "priority", "session")
 Message = tuple[dict[str, Any], bytes]
 

@@ -28,7 +28,7 @@ class EngineState(Enum):
     CLOSED = "closed"
 
 
-class EngineLife(ABC):
+class BaseEngine(ABC):
     """Base class of all engines. See the module docstring."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class EngineLife(ABC):
             if self._failure is None:
                 raise
         finally:
-            # The owner does not reach its own `_end` if it is cancelled before its first step.
+            # `_run` does not call `_end` if the owner task is cancelled before its first step.
             self._end(None)
         if self._failure is not None:
             raise self._failure from self._failure.__cause__  # `from` hides the context, a cancellation
@@ -101,7 +101,7 @@ class EngineLife(ABC):
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        """Fail all waiting calls after the end of the owner. A later call keeps the first error."""
+        """Fail all waiting calls after the end of the owner. `_end` may run more than once; the first error stays."""
         failed = error is not None and not isinstance(error, asyncio.CancelledError)
         if failed and self._failure is None:
             self._failure = error
