@@ -17,7 +17,7 @@ Guarantees
 * a restart loses no state: the next run serves an environment server that registered with an earlier run, if `door.http_key` gives
   both runs the same key;
 * a client without the key sees and changes nothing. No bytes of a client end the run or fill its memory: bodies that are too large,
-  too deep, too slow or too many are refused (4xx or 503), and connections leave the run enough descriptors.
+  too deep, too slow or too many are refused (4xx or 503). The limit of connections leaves the run enough file descriptors.
 
 Differences from Atropos' own server: every `ScoredData` is one group whatever its size, so no group waits for more parts. The
 requests of a trainer (`/register`, `/batch`, `/reset_data`) are refused: the run itself is the trainer. `min_batch_allocation`
@@ -86,7 +86,7 @@ class AtroposDoor:
     def __init__(
         self, rings: RankRings, terms: ServedTerms, at: Address | None = None, *, wait_s: float = 240.0
     ) -> None:
-        """`wait_s`: the longest wait for room, below the 300 s after which Atropos sends a group again. Errors: ConfigError."""
+        """`wait_s`: longest wait for room; below the 300 s after which Atropos repeats a request. Errors: ConfigError."""
         self._rings = rings
         self._terms = terms
         self._environments = Environments()
@@ -149,12 +149,12 @@ class AtroposDoor:
         )
 
     async def _disconnect_env(self, request: web.BaseRequest) -> web.Response:
-        if self._environments.disconnect(_number(await receive(request, MOST_FIELDS_BYTES))):
+        if self._environments.disconnect(_env_id(await receive(request, MOST_FIELDS_BYTES))):
             return reply(200, status="success")
         return reply(200, status="failure", error="no such environment")
 
     async def _status_env(self, request: web.BaseRequest) -> web.Response:
-        number, version = _number(await receive(request, MOST_FIELDS_BYTES)), self._rings.policy_version
+        number, version = _env_id(await receive(request, MOST_FIELDS_BYTES)), self._rings.policy_version
         return reply(200, **self._environments.status(number, version, self.groups.held()))
 
     async def _root(self, _: web.BaseRequest) -> web.Response:
@@ -190,15 +190,15 @@ async def _refuse_trainer(_: web.BaseRequest) -> web.Response:
 
 
 def _fields(body: bytearray) -> dict[str, Any]:
-    """The fields of a JSON object. Errors: ValueError if the body is no JSON object."""
+    """The fields of a JSON object. Errors: ValueError if the body is not a JSON object."""
     fields = orjson.loads(body)
     if not isinstance(fields, dict):
         raise ValueError(f"expected a JSON object, found a {type(fields).__name__}")
     return fields
 
 
-def _number(body: bytearray) -> Any:
-    """`env_id`; None if the body has none."""
+def _env_id(body: bytearray) -> Any:
+    """The field `env_id` of a body; None if there is none."""
     try:
         return _fields(body).get("env_id")
     except ValueError:
@@ -217,7 +217,7 @@ async def serve(
     """`asyncrl.runtime.door.serve` with an HTTP door into the same ring, until the training ends or the ring is closed.
 
     Other processes may push through shared memory meanwhile. `others`: the names of the rings of the other ranks on this machine;
-    the groups are spread over all rings. The task group's `start` returns the open door.
+    the groups are spread over all rings. `statistics` counts the groups, and is returned. `TaskGroup.start` returns the open door.
     Errors: ConfigError if the door cannot listen.
     """
     counts = statistics or ring_door.DoorStatistics()

@@ -76,7 +76,7 @@ class Environments:
             del self._all[min(self._all, key=lambda number: (self._all[number].connected, self._all[number].seen_at))]
 
     def touch(self, number: Any) -> _Environment | None:
-        """Note a request of this environment. Returns the environment; None if there is none of this number."""
+        """Note a request of this environment. Returns the environment; None if no environment has this number."""
         environment = self._all.get(number) if isinstance(number, int) else None
         if environment is not None:
             environment.seen_at = awake.now()
@@ -90,7 +90,7 @@ class Environments:
         return environment is not None
 
     def status(self, number: Any, version: int, held: deque[tuple[int | None, int]]) -> dict[str, Any]:
-        """The answer to `/status-env`. `held`: (environment, sequences) of each waiting group.
+        """The answer to `/status-env`. `held`: (environment, sequences) of each accepted group that is not trained yet.
 
         An unknown environment (forgotten, or registered with an earlier run) gets weight 1, like a single environment."""
         environment = self.touch(number)
@@ -113,8 +113,8 @@ class Environments:
         }
 
     async def announce_over(self) -> None:
-        """Wait until every connected environment that asks for the status has got `OVER`, at most `LINGER_S`: a server that died
-        never asks again."""
+        """Announce the end of the run. Waits until every connected environment that asks for the status has got `OVER`, but at most
+        `LINGER_S`: a server that died never asks again."""
         self.over = True
         if self._any_unaware():
             with anyio.move_on_after(LINGER_S):

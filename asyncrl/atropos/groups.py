@@ -32,7 +32,7 @@ MAX_OBJECTS = 1 << 20
 MAX_VALUES = 1 << 24
 MAX_GROUPS = 1024  # of one request
 MAX_MEMBERS = 4096  # of one group
-MAX_INTERRUPTED = 1024  # interrupted requests that may be repeated
+MAX_INTERRUPTED = 1024  # interrupted requests that are remembered
 MAX_REASON_CHARACTERS = 1000  # because a reason may quote the request
 _EXAMPLE_TOKENS = 1 << 14  # the approximate length of `/latest_example`
 _EXAMPLE_FIELDS = ("tokens", "masks", "scores", "inference_logprobs", "messages")
@@ -78,7 +78,7 @@ class ReceivedGroup:
 
 
 def decompress(body: bytes | bytearray, encoding: str) -> bytes | bytearray:
-    """The decoded body. Errors: Refused with status 400 (no gzip), 413 (too many bytes) or 415 (unknown encoding)."""
+    """The decoded body. Errors: Refused with status 400 (not gzip), 413 (too many bytes) or 415 (unknown encoding)."""
     if encoding.lower() in ("", "identity"):
         return body
     if encoding.lower() not in ("gzip", "x-gzip"):
@@ -92,14 +92,14 @@ def decompress(body: bytes | bytearray, encoding: str) -> bytes | bytearray:
             )
             raise Refused(413, message)
     except zlib.error as error:
-        raise Refused(400, f"the body is no gzip: {error}") from error
+        raise Refused(400, f"the body is not valid gzip data: {error}") from error
     if not decompressor.eof:
         raise Refused(400, "the gzip body is incomplete")
     return decompressed
 
 
 def read_groups(body: bytes | bytearray, limits: Limits, version: int) -> list[ReceivedGroup]:
-    """The groups of a body. `version`: the newest policy version. Errors: Refused with status 400 (no JSON) or 413 (too large)."""
+    """The groups of a body. `version`: the newest policy version. Errors: Refused with status 400 (not JSON) or 413 (too large)."""
     # Count before any object is built, because 100 KB of gzip may become gigabytes of objects.
     if sum(map(body.count, (b"[", b"{", b'"'))) > MAX_OBJECTS or body.count(b",") > MAX_VALUES:
         message = (
@@ -109,7 +109,7 @@ def read_groups(body: bytes | bytearray, limits: Limits, version: int) -> list[R
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise Refused(400, f"the body is no JSON (which has no NaN and no Infinity): {error}") from error
+        raise Refused(400, f"the body is not valid JSON (which has no NaN and no Infinity): {error}") from error
     items: list[Any] = payload if isinstance(payload, list) else [payload]
     if len(items) > MAX_GROUPS:
         raise Refused(413, f"the request has {len(items):,} groups; send at most {MAX_GROUPS:,} at a time")
@@ -120,7 +120,7 @@ def read_groups(body: bytes | bytearray, limits: Limits, version: int) -> list[R
         except DataError as error:
             groups.append(ReceivedGroup(None, str(error), None, {}))
         except RecursionError:
-            groups.append(ReceivedGroup(None, "the group is nested too deep", None, {}))
+            groups.append(ReceivedGroup(None, "the group is nested too deeply", None, {}))
     return groups
 
 
@@ -153,7 +153,7 @@ class AtroposStatistics:
 
 
 class GroupReceiver:
-    """Handles `/scored_data`. The caller closes the rings."""
+    """Handles `/scored_data` and `/scored_data_list`. The caller closes the rings."""
 
     def __init__(self, rings: RankRings, limits: Limits, wait_s: float, touch: Callable[[int | None], object]) -> None:
         """`wait_s`: the longest wait for room, in seconds. `touch`: called with the environment of each accepted group."""
@@ -257,7 +257,7 @@ class GroupReceiver:
         return reply(200, status="received", groups_processed=accepted)
 
     async def _push(self, group: ReceivedGroup) -> str:
-        """Push a group. Returns an empty text, or the reason why no ring has room. Errors: RecordError, RecordTooLarge."""
+        """Push a group. Returns an empty text, or the reason for status 503. Errors: RecordError, RecordTooLarge."""
         if self.ended:
             return "the run ends and accepts no more groups"
         if group.members is None:

@@ -183,9 +183,9 @@ def _array(values: Any, name: str) -> npt.NDArray[Any]:
     try:
         array = np.array(values)
     except (ValueError, OverflowError) as error:
-        raise DataError(f"{name} is no list of numbers: {error}") from error
+        raise DataError(f"{name} is not a list of numbers: {error}") from error
     if array.ndim != 1 or array.dtype.kind not in "biuf":
-        raise DataError(f"{name} is no list of numbers: it has the shape {array.shape} and the type {array.dtype}")
+        raise DataError(f"{name} is not a list of numbers: it has the shape {array.shape} and the type {array.dtype}")
     return array
 
 
@@ -220,7 +220,7 @@ def _conversation(messages: Any, i: int) -> Any:
     if not isinstance(messages, list) or any(
         not isinstance(m, Mapping) or not {"role", "content"} <= set(m) for m in messages
     ):
-        raise DataError(f"messages[{i}] is no list of objects with role and content")
+        raise DataError(f"messages[{i}] is not a list of objects with role and content")
     return messages
 
 

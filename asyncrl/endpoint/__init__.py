@@ -1,4 +1,4 @@
-"""The policy as an HTTP endpoint that speaks the protocols of OpenAI and Anthropic, for agents that have a client of their own.
+"""The policy as an HTTP endpoint that speaks the protocols of OpenAI and Anthropic, for agents that bring their own client.
 
 Start reading in `endpoint.py`. Needs the extra `[http]`.
 """

@@ -3,11 +3,11 @@
     policy.base_url ──▶ Endpoint.open ──▶ (URL, key)
     client ──▶ http/server.py ──▶ keys.py: session ──▶ parameters.py: request ──▶ session.chat ──▶ replies.py: JSON or events
 
-The engine returns whole answers, so a streamed answer is sent when it is sampled. Until then comments keep the
-connection alive.
+The engine returns whole answers, so a streamed answer is sent when it is sampled. Until then comments in
+the stream keep the connection alive.
 
 Guarantees
-* a key reaches its own episode alone. The end of the episode cancels its requests, and later ones get 401 with the reason;
+* a key reaches its own episode alone. The end of the episode cancels its requests, and later requests get 401 with the reason;
 * a client that disconnects cancels its request, which leaves nothing in the trajectory;
 * an answer that was sampled and not delivered waits for a request with the same body: a client's retry gets that answer, and the
   trajectory has it once. At the end of the episode the trajectory loses answers that no client got. After the delivery the same
@@ -45,15 +45,15 @@ from .responses import ResponsesBody, responses_events, responses_reply
 
 # A conversation of a million tokens has about 5 MB.
 MOST_BODY_BYTES = 1 << 24
-# Bytes of all bodies that are being received.
+# Most bytes of all bodies together that are being received.
 MOST_HELD_BYTES = 1 << 28
 MOST_CONNECTIONS = 4096
-# Requests of one key at the same time.
+# Most open requests of one key.
 MOST_REQUESTS = 256
 KEEP_ALIVE_S = 10.0
 # Time limit for a client to take a piece of an answer.
 SEND_S = 30.0
-# Delivered answers of an episode that a late retry may still ask for.
+# Most requests of an episode whose delivered answers are kept for a late retry.
 _MOST_DELIVERED = 32
 _ANTHROPIC, _TOO_LONG = "/messages", "context_length_exceeded"
 # The error types of the two protocols by status; other statuses have the type of 400.
@@ -91,14 +91,14 @@ class Endpoint:
         address: Address,
         model: str,
         *,
-        visitor: Callable[[], Session],
+        untrained_session: Callable[[], Session],
         max_context: int,
         count: Count = lambda name, number: None,
     ) -> None:
-        """`visitor`: makes sessions that are not trained. `max_context`: most tokens of a request and its reply."""
+        """`untrained_session`: makes a session for a request of no episode. `max_context`: most tokens of request and reply."""
         self._keys = EpisodeKeys(address)
-        self._model, self._visitor, self._max_context, self._count = model, visitor, max_context, count
-        self._held = 0
+        self._model, self._max_context, self._count, self._held = model, max_context, count, 0
+        self._untrained_session = untrained_session
         self._issued: dict[int, list[str]] = {}  # by the id of the session
         routes: dict[tuple[str, str], Handler] = {
             ("POST", path): partial(self._answer, path, route) for path, route in ROUTES.items()
@@ -107,7 +107,7 @@ class Endpoint:
         self._server = HttpServer(self._keys, routes, refusal=self._refuse, connections=MOST_CONNECTIONS)
 
     async def serve(self) -> None:
-        """Answer requests until this is cancelled. Until this is called, connections wait in the kernel."""
+        """Answer requests until cancelled. Before the call connections wait in the kernel."""
         try:
             async with self._server:
                 await anyio.sleep_forever()
@@ -115,14 +115,14 @@ class Endpoint:
             self._server.stop_listening()
 
     def open(self, session: Session, branch: str = "") -> tuple[str, str]:
-        """(base URL, key) for requests of one branch of a session. Listens from the first call on. Errors: ConfigError."""
+        """(base URL, key) for requests of one branch of an episode. Listens from the first call on. Errors: ConfigError."""
         url, key = self._open(lambda: session, branch)
         self._issued.setdefault(id(session), []).append(key)
         return url, key
 
-    def open_visitor(self) -> tuple[str, str]:
-        """(base URL, key) for requests of no episode."""
-        return self._open(self._visitor, "")
+    def open_untrained(self) -> tuple[str, str]:
+        """(base URL, key) for requests of no episode, which are not trained."""
+        return self._open(self._untrained_session, "")
 
     def _open(self, session: Callable[[], Session], branch: str) -> tuple[str, str]:
         if not self._server.url:
@@ -181,7 +181,7 @@ class Endpoint:
                 parsed = kind.model_validate(with_integers(fields))
             ask: Ask = parsed.ask(session.sampling)
         except (orjson.JSONDecodeError, RecursionError) as error:
-            raise Refused(400, f"the body is no JSON: {error}") from None
+            raise Refused(400, f"the body is not valid JSON: {error}") from None
         except ValidationError as error:
             message, parameter = describe(error, kind)
             raise Refused(400, message, state=parameter) from None
@@ -191,12 +191,12 @@ class Endpoint:
         self, route: Route, ask: Ask, request: web.BaseRequest, episode: OpenEpisode, session: Session, digest: bytes
     ) -> web.StreamResponse:
         """Sample the missing choices, and send the answer. Choices that are not delivered are kept for a retry."""
-        waiting = episode.undelivered.get(digest)
-        answers: Answers = waiting.pop() if waiting else {}
-        late = episode.delivered.pop(digest, None)
-        if not answers and late is not None and request.headers.get("x-stainless-retry-count", "0") != "0":
+        undelivered = episode.undelivered.get(digest)
+        answers: Answers = undelivered.pop() if undelivered else {}
+        delivered = episode.delivered.pop(digest, None)
+        if not answers and delivered is not None and request.headers.get("x-stainless-retry-count", "0") != "0":
             # The client says that it did not get an answer that seemed to be delivered.
-            answers = late
+            answers = delivered
         if answers:
             self._count("endpoint/retries", 1)
         stream = web.StreamResponse(headers=_STREAM)
@@ -233,7 +233,7 @@ class Endpoint:
                 await response.write(b": the answer is being sampled\n\n")
 
     async def _choices(self, ask: Ask, session: Session, episode: OpenEpisode, answers: Answers) -> list[ChatAnswer]:
-        """All choices in order. Fills `answers`. Errors: Refused."""
+        """All choices in order. Samples those that `answers` lacks, and adds them to it. Errors: Refused."""
         branch = episode.branch
         episode.answering.append(answers)
         try:

@@ -20,17 +20,17 @@ from asyncrl.types import ChatAnswer
 if TYPE_CHECKING:
     from aiohttp import web
 
-# Reasons of ended keys that are remembered. An older key gets a general reason.
+# Most ended keys whose reasons are remembered. A request with an older key gets a general reason.
 _MOST_ENDED = 10_000
 _KEY = re.compile(r"asyncrl-(\d{1,15})-[0-9a-f]{40}")
 _VERSION = re.compile(r"^(/v1)+(?=/)")
-# The answers to one request, by the number of the choice.
+# The answers to one request, by the index of the choice.
 Answers = dict[int, ChatAnswer]
 
 
 @dataclass(eq=False, slots=True)
 class OpenEpisode:
-    """What one key opens."""
+    """An episode, or a branch of an episode, as one key opens it."""
 
     # Returns the session of an episode. For requests of no episode each call makes a new session.
     session: Callable[[], Session]
@@ -85,19 +85,19 @@ class EpisodeKeys(Access):
         return self.find(request)[1]
 
     def find(self, request: web.BaseRequest) -> tuple[OpenEpisode, str]:
-        """(what the key opens, path without key and `/v1`). Errors: Refused."""
+        """(episode of the key, path without key and `/v1`). Errors: Refused."""
         for key, path in keys_of(request):
             number = self._number(key)
             if number is None:
                 continue
             episode = self._open.get(number)
             if episode is None:
-                raise Refused(401, ended_message(self._ended.get(number, "it is over")))
+                raise Refused(401, ended_message(self._ended.get(number, "the reason is no longer known")))
             return episode, _VERSION.sub("", path)
         raise Refused(
             401,
             "the request has no key, or a key of another run: send policy.api_key as `Authorization: Bearer KEY` or "
-            "`x-api-key`; each episode has its own",
+            "`x-api-key`; each episode has its own key",
         )
 
     def _key(self, number: int) -> str:
@@ -114,5 +114,5 @@ class EpisodeKeys(Access):
 
 
 def ended_message(reason: str) -> str:
-    """The message of a refusal."""
+    """The message for a request with the key of an ended episode."""
     return f"the episode of this key has ended: {reason}; a request after its end would belong to no episode"

@@ -14,7 +14,7 @@ _ERRORS |= {"429": "too many open requests", "503": "the run ends"}
 
 
 def document(bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
-    """`bodies`: models by path of the route."""
+    """`bodies`: path of a route -> model of its body."""
     schemas, definitions = models_json_schema(
         [(body, "validation") for body in bodies.values()], ref_template="#/components/schemas/{model}"
     )

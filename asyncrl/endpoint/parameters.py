@@ -1,6 +1,6 @@
-"""The parameters of each route. A parameter is honoured, or refused by name, or ignored by design; its description says which.
+"""The parameters of each route. A parameter has its usual effect, unless its description says "Not supported" or "Ignored".
 
-The models validate bodies and make the OpenAPI document, so both say the same. No value is converted: "1" is no number.
+The models validate bodies and make the OpenAPI document, so both say the same. No value is converted: "1" is not a number.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ def refused(why: str) -> Any:
 
 @dataclass
 class Ask:
-    """A request, in terms of a session."""
+    """A request of any route, as `Session.chat` (`messages`) or `Session.sample` (`prompts`) takes it."""
 
     sampling: SamplingParams
-    messages: Messages | None = None  # None: `prompts`
+    messages: Messages | None = None
     prompts: list[str | list[int]] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None  # None: the tools of the row
     n: int = 1
     stream: bool = False
-    usage: bool = False  # a last chunk with the usage
+    usage: bool = False  # end a stream with a chunk about the usage
     logprobs: bool = False
-    ids: bool = False  # token ids
+    ids: bool = False  # return token ids
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))
 class Closed(TypedDict):
-    """An object without further keys."""
+    """An object that may have no further keys."""
 
 
 @with_config(ConfigDict(extra="ignore", strict=True))
 class Loose(TypedDict):
-    """An object whose further keys are ignored, such as `cache_control` or `annotations`."""
+    """An object that may have further keys, such as `cache_control` or `annotations`, which are ignored."""
 
 
 class _TextPart(Loose):
@@ -130,7 +130,7 @@ SAMPLED_ALONE = "0: log-probs of the sampled tokens, the only log-probs of a tra
 GRAMMAR = "Not supported: no grammar constrains the tokens. Leave it out."
 TOKENS = Field(None, ge=1, le=1 << 30, description="At most this many tokens, and never more than rollout.max_tokens.")
 TOOL_CHOICE: Any = Field(
-    None, description="auto; none offers no tools. A call cannot be forced: no grammar constrains the tokens."
+    None, description="auto; none: no tools are offered. A call cannot be forced: no grammar constrains the tokens."
 )
 Stop = Annotated[str, Field(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -141,16 +141,16 @@ _Biases = Annotated[
 
 
 class Body(BaseModel):
-    """The parameters of every route."""
+    """Parameters that the routes have in common."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = Field(None, description="Ignored: the policy answers, and the answer names it.")
     stream: bool | None = Field(
-        None, description="Answer with server-sent events, all sent when the answer is sampled."
+        None, description="Answer with server-sent events, all sent when the whole answer is sampled."
     )
     return_token_ids: bool | None = Field(None, description="Return the token ids of prompt and answer.")
-    temperature: float | None = Field(None, ge=0, le=2, description="An episode has one temperature.")
+    temperature: float | None = Field(None, ge=0, le=2, description="The same in all requests of an episode.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=1 << 30)
     metadata: Any = ignored("nothing is stored.")
@@ -175,7 +175,7 @@ class Body(BaseModel):
 
 
 class OpenAiBody(Body):
-    """What the routes of OpenAI have in common."""
+    """Further parameters that the routes of OpenAI have in common."""
 
     user: Any = ignored("the key names the episode.")
     store: Any = ignored("nothing is stored.")
@@ -186,7 +186,7 @@ class OpenAiBody(Body):
 
 
 class PenaltiesBody(OpenAiBody):
-    """Parameters of sampling in OpenAI's older routes, and vLLM's."""
+    """Sampling parameters of OpenAI's chat and text completions, and of vLLM."""
 
     min_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -200,10 +200,10 @@ class PenaltiesBody(OpenAiBody):
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     seed: None = refused(SEED)
     stream_options: _StreamOptions | None = None
-    skip_special_tokens: Any = ignored("the text has no control tokens; the token ids have all.")
+    skip_special_tokens: Any = ignored("the text has no control tokens; the token ids include them.")
 
     def _ask(self, base: SamplingParams, max_tokens: int | None, **further: Any) -> Ask:
-        """The request, with the parameters that all these routes have."""
+        """The request. `further`: fields of `Ask` that differ between these routes."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop)
         sampling = self._sampling(
             base,
@@ -298,16 +298,16 @@ class GenerateBody(BaseModel):
 
 
 def describe(error: ValidationError, body: type[BaseModel]) -> tuple[str, str]:
-    """(message, parameter) of the first problem."""
+    """(message, parameter) for the problem that lies deepest in the body."""
     # A union has an error for each of its types. The type that fits best has the longest path.
-    first = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
-    path = [str(part) for part in first["loc"]]
+    deepest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+    path = [str(part) for part in deepest["loc"]]
     name = path[0] if path else "body"
     where = ".".join(path) or name
-    if first["type"] == "extra_forbidden":
+    if deepest["type"] == "extra_forbidden":
         return f"{where} is not supported by this endpoint; leave it out (docs/endpoint.md lists the parameters)", name
     info = body.model_fields.get(name)
-    return f"{where}: {first['msg']}. {(info and info.description) or ''}".strip(), name
+    return f"{where}: {deepest['msg']}. {(info and info.description) or ''}".strip(), name
 
 
 def with_integers(value: Any) -> Any:
@@ -320,7 +320,7 @@ def with_integers(value: Any) -> Any:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Arguments of a tool call as an object. A text that is no object is kept under `arguments`."""
+    """Arguments of a tool call as an object. Any other value is kept under the key `arguments`."""
     try:
         found = json.loads(text or "{}")
     except ValueError:

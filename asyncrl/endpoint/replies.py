@@ -44,7 +44,7 @@ def version_runs(generation: Generation) -> list[list[int]]:
     versions = generation.versions
     if not versions.size:
         return []
-    # Versions never decrease, so the ends of an answer are equal only if it is one run. Nearly every answer is.
+    # A quick way for nearly all answers. Versions never decrease, so equal ends mean that all versions are equal.
     if versions[0] == versions[-1]:
         return [[int(versions[0]), int(versions.size)]]
     starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))

@@ -1,8 +1,8 @@
 """The HTTP server of a run: aiohttp's, with a bounded number of connections, behind the checks of `access.py`.
 
-    kernel's queue ──▶ accepted while there is a place ──▶ key, names ──▶ the handler of a method and path
-                              │ no place for `GRACE_S`: connections without a request are closed;
-                              ▼ if all have a request, a new connection waits until one ends
+    kernel's queue ──▶ accepted below the limit ──▶ key, names ──▶ the handler of a method and path
+                              │ at the limit for `GRACE_S`: connections without a request are closed;
+                              ▼ if all have a request, a new connection waits until a connection ends
 
 aiohttp itself closes a connection, silent or slow, if the headers of its next request are not complete within `IDLE_S`.
 """
@@ -41,7 +41,7 @@ except ImportError as error:
 MOST_CONNECTIONS = 256
 # Time limit from the connection, or from the last reply, to the headers of a request.
 IDLE_S = 15.0
-# With all places taken, connections without a request are closed after this time.
+# If the limit is reached for this time, connections without a request are closed.
 GRACE_S = 1.0
 # Time limit of a body, and of a pause in it.
 BODY_S = 30.0
@@ -73,7 +73,7 @@ log.addFilter(_is_shown)
 
 
 def most_connections(most: int = MOST_CONNECTIONS) -> int:
-    """At most a quarter of this process's descriptors; the run needs the rest."""
+    """`most`, but at most a quarter of this process's descriptors; the run needs the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft // 4))
 
@@ -89,7 +89,7 @@ def refusal(error: Refused, _: web.BaseRequest) -> web.Response:
 
 
 async def receive(request: web.BaseRequest, most: int, count: Callable[[int], None] = lambda _: None) -> bytearray:
-    """The body as it was sent. `count` is called with the size of each piece and may raise Refused.
+    """The body, not decompressed. `count` is called with the size of each piece and may raise Refused.
     Errors: Refused: the body has more than `most` bytes (413), is slow (408) or cut off (400)."""
     too_long = Refused(413, f"the body has more than {most:,} bytes; send less in one request")
     if (request.content_length or 0) > most:
@@ -118,7 +118,7 @@ async def receive(request: web.BaseRequest, most: int, count: Callable[[int], No
 
 
 class _Connections(web.Server):
-    """aiohttp's server, with a place for each connection."""
+    """aiohttp's server, with a limit of open connections."""
 
     def __init__(self, handler: Handler, most: int) -> None:
         super().__init__(
@@ -133,11 +133,11 @@ class _Connections(web.Server):
             keepalive_timeout=IDLE_S,
             lingering_time=_LINGER_S,
         )
-        self.places = asyncio.Semaphore(most)
+        self.limit = asyncio.Semaphore(most)
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
-        self.places.release()
+        self.limit.release()
 
 
 class HttpServer:
@@ -246,18 +246,18 @@ class HttpServer:
         while True:
             await anyio.wait_readable(listening)
             with anyio.move_on_after(GRACE_S) as patience:
-                await server.places.acquire()
+                await server.limit.acquire()
             if patience.cancelled_caught:
                 for connection in server.connections:
                     if connection not in self._busy and connection.transport is not None:
                         connection.transport.abort()
-                await server.places.acquire()
+                await server.limit.acquire()
             try:
                 accepted, _ = listening.accept()
                 accepted.setblocking(False)
                 await loop.connect_accepted_socket(server, accepted)
             except OSError as error:
-                server.places.release()
+                server.limit.release()
                 if error.errno in _OUT_OF_RESOURCES:
                     await anyio.sleep(_RETRY_S)
                 # BlockingIOError and ConnectionError: the client has closed the connection already.
@@ -282,6 +282,6 @@ class HttpServer:
             response.force_close()
         finally:
             self._busy.discard(request.protocol)
-        if self._server.places.locked():
+        if self._server.limit.locked():
             response.force_close()
         return response

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 class LazyEndpoint:
-    """The endpoint of a run, which does not exist until `open` or `open_visitor`."""
+    """The endpoint of a run, which does not exist until `open` or `open_untrained`."""
 
     def __init__(self, config: Config, agents: Agents, generate: Generate) -> None:
         self._config, self._agents, self._generate = config, agents, generate
         self._endpoint: Endpoint | None = None
-        self._visitors = 0
+        self._untrained_sessions = 0
         self._wanted = anyio.Event()
 
     def open(self, session: Session, branch: str) -> tuple[str, str]:
         """(base URL, key) for an episode. Errors: ConfigError without the extra, or if the endpoint cannot listen."""
         return self._start_serving(self._get_or_create().open(session, branch))
 
-    def open_visitor(self) -> tuple[str, str]:
-        """(base URL, key) for requests of no episode."""
-        return self._start_serving(self._get_or_create().open_visitor())
+    def open_untrained(self) -> tuple[str, str]:
+        """(base URL, key) for requests of no episode, which are not trained."""
+        return self._start_serving(self._get_or_create().open_untrained())
 
     def end(self, session: Session) -> None:
         """The episode has ended."""
@@ -48,13 +48,13 @@ class LazyEndpoint:
         assert self._endpoint is not None
         await self._endpoint.serve()
 
-    def _visitor(self) -> Session:
+    def _untrained_session(self) -> Session:
         # Each request gets a session with another member number, and so random numbers of its own.
-        self._visitors += 1
-        agents, nobody = self._agents, Prompt(-1, np.zeros(0, np.int32), "")
+        self._untrained_sessions += 1
+        agents, no_prompt = self._agents, Prompt(-1, np.zeros(0, np.int32), "")
         return Session(
-            nobody,
-            self._visitors,
+            no_prompt,
+            self._untrained_sessions,
             1,
             generate=self._generate,
             chat=agents.chat,
@@ -77,7 +77,7 @@ class LazyEndpoint:
             self._endpoint = Endpoint(
                 Address(chosen.host, chosen.port, names=chosen.names),
                 self._config.run.name,
-                visitor=self._visitor,
+                untrained_session=self._untrained_session,
                 max_context=self._agents.limits.max_context,
                 count=self._agents.recorder.count,
             )

@@ -67,7 +67,7 @@ async def opened(
     endpoint = Endpoint(
         address or Address(port=0),
         "policy",
-        visitor=lambda: session_of(family, engine, **limits),
+        untrained_session=lambda: session_of(family, engine, **limits),
         max_context=5000,
         count=lambda name, number: counts.update({name: number}),
     )

@@ -36,7 +36,7 @@ async def until(condition: Any) -> None:
 
 async def test_nothing_listens_until_an_episode_asks_and_nothing_after() -> None:
     endpoint = module.Endpoint(
-        Address(port=0), "p", visitor=lambda: session_of("qwen2_5", Script("qwen2_5")), max_context=9
+        Address(port=0), "p", untrained_session=lambda: session_of("qwen2_5", Script("qwen2_5")), max_context=9
     )
     assert not endpoint._server.url
     url, _ = endpoint.open(session_of("qwen2_5", Script("qwen2_5")))
@@ -97,13 +97,13 @@ async def test_web_pages_and_strange_requests_are_kept_out(headers: dict[str, st
 @pytest.mark.parametrize(
     ("body", "code", "word"),
     [
-        (b"{", 400, "no JSON"),
-        (b"", 400, "no JSON"),
-        (b"\xff\xfe", 400, "no JSON"),
-        (b"[" * 100_000, 400, "no JSON"),
-        (b'{"messages": NaN}', 400, "no JSON"),
+        (b"{", 400, "not valid JSON"),
+        (b"", 400, "not valid JSON"),
+        (b"\xff\xfe", 400, "not valid JSON"),
+        (b"[" * 100_000, 400, "not valid JSON"),
+        (b'{"messages": NaN}', 400, "not valid JSON"),
         (b"[1]", 400, "dictionary"),
-        (b'{"messages": "\\ud800"}', 400, "no JSON"),
+        (b'{"messages": "\\ud800"}', 400, "not valid JSON"),
         (json.dumps(ASK | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]})
          .replace("{}", '{"a":' * 500 + "{}" + "}" * 500).encode(), 400, ""),
         (b" " * (module.MOST_BODY_BYTES + 1), 413, "more than"),

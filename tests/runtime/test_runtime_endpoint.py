@@ -56,7 +56,7 @@ async def test_a_port_that_is_taken_is_an_error_that_names_the_setting(tmp_path:
                 runtime.endpoint()
 
 
-async def test_a_visitor_is_not_trained_and_gets_any_temperature(tmp_path: Path) -> None:
+async def test_a_request_of_no_episode_is_not_trained_and_gets_any_temperature(tmp_path: Path) -> None:
     async with Runtime(embedded(tmp_path), write=False) as runtime:
         url, key = runtime.endpoint()
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as http:
