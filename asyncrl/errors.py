@@ -136,7 +136,7 @@ class EngineClosed(GenerationError):
 
 
 class WorkerDied(GenerationError):
-    """A generation worker ended unexpectedly. `status`: how it ended, in words. `output`: its last lines."""
+    """A generation worker ended unexpectedly. `status`: how the worker ended, in words. `output`: the last lines it printed."""
 
     def __init__(self, number: int, pid: int, status: str, output: str) -> None:
         last_output = f"; its last output:\n{indent(output, '  ')}" if output else "; it had no output"
@@ -178,7 +178,7 @@ class TransportError(AsyncrlError):
 
 
 class ArenaOwned(TransportError):
-    """A live process owns the segment. A stopped process counts as live."""
+    """A live process owns the segment. A process that SIGSTOP suspended counts as live."""
 
 
 class OutOfMemory(TransportError, MemoryError):
@@ -217,7 +217,7 @@ class RankLost(AsyncrlError, RuntimeError):
     exit_code = 12
 
     def __init__(self, text: str, stopped_by: str | None = None) -> None:
-        """`stopped_by`: the name of the signal that stopped the other rank, if any. This rank counts as stopped by it, too."""
+        """`stopped_by`: the name of the signal that ended the other rank, if any. This rank gets the exit code of that signal."""
         super().__init__(text)
         self.stopped_by = stopped_by
 

@@ -228,7 +228,7 @@ async def _run(config: Config, launcher: Launcher | None, world: World | None) -
             loop.add_signal_handler(handled, stop, handled)
     with scope:
         try:
-            # The ring is closed last: a step that is committed during the shutdown must release its records.
+            # The ring is closed last: a step that is committed during the shutdown must release the records that it trained.
             async with open_ring(config) as ring, runtime:
                 runtime.announce()
                 if ring is not None:
@@ -271,7 +271,7 @@ async def open_ring(config: Config) -> AsyncIterator[RecordRing | None]:
         try:
             yield ring
         finally:
-            ring.end_intake()  # so that the number is final
+            ring.end_intake()  # so that the count is final
             if count := ring.statistics().outstanding:
                 print(
                     f"{count} records that were not trained wait in ring {ring.name} (see `asyncrl shm`) for the next run"

@@ -68,7 +68,7 @@ class PinsVersions(Protocol):
     """An engine with several workers, of which one may be pinned."""
 
     async def pin(self, version: int) -> PinnedVersion | None:
-        """Reserve a worker for requests of the pin. None: `version` is old, fewer than two workers have it, or there is a pin."""
+        """Pin one worker to `version`. None: `version` is old, fewer than two workers have it, or a worker is already pinned."""
         ...
 
 
@@ -121,7 +121,7 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """The policy version: the number of optimizer steps so far; a step without scored tokens counts."""
+        """The policy version: the number of finished steps of the whole run, those without scored tokens included."""
         ...
 
     async def begin_train_step(self, loss: Any) -> None:
@@ -193,7 +193,7 @@ class Ledger(Protocol):
         ...
 
     async def arrive(self, ticket: Ticket, sender: int) -> bool:
-        """Move a group from the rank `sender` to this rank. False: `sender` does not have the group any more, so do not keep it.
+        """Move a group from the rank `sender` to this rank. False: `sender` has lost the group, so the caller must discard it.
         A repeated call has the same result until the group is trained or dropped. Errors: LedgerError if `sender` is lost."""
         ...
 
@@ -211,7 +211,7 @@ class Ledger(Protocol):
         ...
 
     async def exhaust(self) -> None:
-        """This rank admits no more groups. After all ranks have called it, a step with the last live group counts as full."""
+        """End the admission of this rank. After `exhaust` on all ranks, a step with the last live group counts as full."""
         ...
 
     @property
@@ -249,8 +249,8 @@ class Ledger(Protocol):
         ...
 
     async def begin(self, turn: int) -> bool:
-        """Only for a rank that joined the run: it admits groups from now on, and its engines have the weights of the turns below
-        `turn`. False: these weights are too old, so call `begin` again with newer weights."""
+        """Only for a rank that joined the run: start to admit groups. Its engines must have the weights of all turns below `turn`.
+        False: these weights are too old, so call `begin` again with newer weights."""
         ...
 
     async def release(self, turn: int) -> None:

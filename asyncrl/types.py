@@ -1,7 +1,7 @@
 """Data types that several packages use: prompts, generations, trajectories, groups, microbatches, step results.
 
 This module does not import torch: environments, rewards and other processes may run without torch. Arrays are one-dimensional
-numpy arrays on the host, unless a shape says otherwise. The lane, the thread that owns the device, turns them into tensors.
+numpy arrays on the host, unless a shape says otherwise. The lane, the thread that owns the device, makes tensors of the arrays.
 
 Shape legend: L tokens of one trajectory, C tokens of one completion, P tokens of a prompt, G trajectories of a group,
 T packed tokens of a microbatch, S scored tokens (loss mask 1), B sequences and N nodes of a microbatch.
@@ -27,7 +27,7 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 
 # Bounds of temperatures, except 0 for greedy sampling. Logits and gradients are divided by the temperature in float32, and stay
-# finite within these bounds. Training needs a temperature above 0, because greedy sampling has no log-probs.
+# finite within these bounds. Training needs a temperature above 0, because logits divided by 0 have no log-probs.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-6, 1e6
 
 
@@ -52,8 +52,8 @@ class Normaliser(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. A temperature of 0 is greedy. All filters, penalties and bans are off by default. The order: bias, repetition
-    penalty, frequency and presence penalty, bans (`bad_words`; stop tokens before `min_tokens`), temperature, top_k, top_p, min_p.
+    """How to sample. Temperature 0 is greedy. Filters, penalties and bans are off by default. They apply in this order: bias, the
+    three penalties, bans (`bad_words`; stop tokens before `min_tokens`), temperature, top_k, top_p, min_p.
 
     logit_bias: token id -> number from -100 to 100 that is added to the logit of the token. repetition_penalty: for tokens in
     prompt and completion, as in transformers and vLLM. frequency_penalty, presence_penalty: for tokens in the completion, as in
@@ -109,9 +109,9 @@ class Generation:
     """A sampled completion. If a stop token was sampled, `token_ids` ends with it."""
 
     token_ids: Int32Array  # [C]
-    # [C] nats over the whole vocabulary, before bias and penalties, at the sampling temperature (greedy: 1).
+    # [C] nats over the whole vocabulary, before bias and penalties, at the sampling temperature (greedy: at temperature 1).
     logprobs: Float32Array
-    # [C] nats, of the distribution after bias, penalties, bans and filters (greedy: 0).
+    # [C] nats, of the distribution after bias, penalties, bans and filters (greedy: all 0).
     sampled_logprobs: Float32Array
     versions: Int32Array  # [C] policy version whose weights sampled the token
     finish_reason: FinishReason
@@ -172,8 +172,8 @@ class Trajectory:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     # [L, layers, k] experts that the sampler chose for each token; None: not recorded.
     routed_experts: RoutesArray | None = None
-    # [n, 2] rows (start, after), starts ascending: a segment begins at token `start`, and follows token `after` < start. -1: the
-    # segment begins a text of its own, whose first token is not sampled. The first segment begins at token 0 and has no row.
+    # [n, 2] rows (start, after), starts ascending: a segment begins at token `start`, and follows token `after` < start. If `after`
+    # is -1, the segment begins a new text, whose first token is not sampled. The first segment begins at token 0 and has no row.
     branches: Int32Array | None = None
     # [t] the first sampled token of each reply, ascending. None: all sampled tokens are one reply.
     turns: Int32Array | None = None
@@ -246,7 +246,7 @@ class Ticket:
     """The slot of one admitted group, with the deadline that the ledger gave it."""
 
     group_id: int
-    # The earliest turn whose weights can have sampled a token of the group. A turn is a version if a batch is one optimizer step.
+    # The earliest turn whose weights can have sampled a token of the group. With one optimizer step per batch a turn is a version.
     oldest: int
     # `oldest` + max_staleness: the last turn at which the group may be trained.
     deadline: int
@@ -275,17 +275,17 @@ class Group:
 class Microbatch:
     """Packed token trees for one forward and backward.
 
-    The tokens of a node are adjacent. Nodes are in depth-first preorder, and their tokens are in the order of the nodes.
-    So the tokens of a node's descendants come right behind its own. A token attends to its own node up to itself, and to all tokens
-    of all ancestors. A token's position is the number of these tokens before it. A sequence is a trajectory and has the tokens
-    of one node or more. Only the S tokens with loss mask 1 are scored: `source[s]` is the packed index of the token whose hidden
-    state predicts `target[s]`. Several scored tokens may have the same source.
+    The tokens of a node are adjacent. Nodes are in depth-first preorder, and their tokens are in the order of the nodes. So the
+    tokens of a node's descendants come right behind the node's tokens. A token attends to the tokens of its node up to itself, and
+    to all tokens of all ancestors. Its position is the number of tokens that it attends to, without itself. A sequence is a
+    trajectory and has the tokens of one node or more. Only the S tokens with loss mask 1 are scored: `source[s]` is the packed
+    index of the token whose hidden state predicts `target[s]`. Several scored tokens may have the same source.
     """
 
     tokens: Int64Array  # [T]
     positions: Int64Array  # [T]
     node_length: Int64Array  # [N]
-    node_parent: Int64Array  # [N] the node before it on its path; -1: none
+    node_parent: Int64Array  # [N] the parent of each node; -1: none
     # [K] pairs, ascending: sequence `member_sequence` has the tokens of node `member_node`. If two branches of a sequence have
     # equal tokens, the pair is there twice.
     member_sequence: Int64Array

@@ -66,8 +66,8 @@ class HashedFile(io.BufferedWriter):
 
 
 def write_manifest(directory: Path, sizes: Mapping[str, int], digests: Mapping[str, str]) -> None:
-    """Write the manifest and fsync it. `sizes`: of all files, by relative path.
-    `digests`: the SHA-256 values that the writers computed. Files without an entry are read and hashed here."""
+    """Write the manifest and fsync it. `sizes`: the bytes of every file, by relative path. `digests`: the SHA-256 of those files
+    whose writers computed it, by relative path; the other files are read and hashed here."""
     files = {
         name: {"bytes": size, "sha256": digests.get(name) or _digest(directory / name)} for name, size in sizes.items()
     }

@@ -1,5 +1,5 @@
-"""Checkpoints of a sharded trainer: each rank of the replica of rank 0 writes its rows of every tensor, and rank 0 moves the files
-into the checkpoint.
+"""Checkpoints of a sharded trainer: each rank of rank 0's replica (the ranks that together hold one copy of the model) writes its
+rows of every tensor, and rank 0 moves the files into the checkpoint.
 
     checkpoints/shards/step_40-rank_1.pt    written by rank 1, which then sends the SHA-256 to rank 0
     checkpoints/step_40/state/trainer.pt    the rows of rank 0, and the state that is not sharded
@@ -29,7 +29,7 @@ SHARDS = "shards"  # a folder in `checkpoints/`
 
 def write_shard(folder: Path, version: int, rank: int, state: Mapping[str, Any]) -> list[str]:
     """Write host tensors to the file of a rank above 0. Returns its path and SHA-256, for rank 0. Errors: CheckpointError.
-    Earlier files of this rank are removed, except the newest: rank 0 saves during training and may not have moved it yet."""
+    The rank's earlier files are removed, except the newest of them: rank 0 saves during training and may not have moved it yet."""
     check_plain(state, f"shard {rank}")
     path = folder / f"step_{version}-rank_{rank}.pt"
     try:
@@ -71,18 +71,18 @@ def shards_writer(checkpoints: Path, version: int, shards: Mapping[int, Sequence
     return write
 
 
-def join_shards(directory: Path, first: dict[str, Any]) -> dict[str, Any]:
+def join_shards(directory: Path, trainer: dict[str, Any]) -> dict[str, Any]:
     """The trainer state with the rows of all ranks. `masters` and `optimizer` become mappings that read a tensor on access.
 
-    `directory`: of the checkpoint. `first`: the dictionary of trainer.pt. It is returned unchanged if it has no key `shard`,
-    because then nothing was sharded. Errors: CheckpointError.
+    `directory`: of the checkpoint. `trainer`: the dictionary of trainer.pt. A dictionary without the key `shard` is returned
+    unchanged, because it has all rows. Errors: CheckpointError.
     """
-    shard = first.get("shard")
+    shard = trainer.get("shard")
     if shard is None:
-        return first
+        return trainer
     paths = [directory / STATE / f"shard_{rank}.pt" for rank in range(1, int(shard["ranks"]))]
-    parts = [first, *(read_tensors(path, lazily=True) for path in paths)]
-    state = {key: value for key, value in first.items() if key != "shard"}
+    parts = [trainer, *(read_tensors(path, lazily=True) for path in paths)]
+    state = {key: value for key, value in trainer.items() if key != "shard"}
     state["masters"] = _JoinedTensors([part["masters"] for part in parts])
     state["optimizer"] = _JoinedTensors([part["optimizer"] for part in parts])
     return state

@@ -89,7 +89,7 @@ class CheckpointStore:
         return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
     def latest_version(self) -> int | None:
-        """The version that `latest` names, or the highest version if the link is missing or broken. None if there is none."""
+        """The version that `latest` names, or the highest version if the link is missing or broken. None without a checkpoint."""
         versions = self.versions()
         with contextlib.suppress(OSError):
             match = _STEP.fullmatch(os.readlink(self.directory / LATEST))
@@ -214,7 +214,7 @@ class CheckpointStore:
 
 
 def _root_cause(error: BaseException) -> OSError | None:
-    """The `OSError` in the chain behind `error`, if any. torch.save hides it behind an unrelated error of its cleanup."""
+    """The `OSError` that torch.save hides behind `error`, an unrelated error of its cleanup. None if `error` is an `OSError`."""
     cause = error.__cause__ or error.__context__
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -29,7 +29,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl report RUN                                        write report.html of a run, running or ended
   asyncrl nodes RUN                                         list the ranks of a run: role, version, load, who is lost
   asyncrl examples [DIRECTORY]                              list the examples, or copy them
-  asyncrl --version                                         the version of this package
+  asyncrl --version                                         print the version of this package
   asyncrl bench [step | generate | train | ...] [options]   measure against other systems and this machine's limits
 """
 

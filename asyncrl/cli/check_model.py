@@ -20,7 +20,7 @@ USAGE = "asyncrl check-model PATH: compare every path with the model's eager for
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes: 0, or 2 for a refused model. A model that is refused only past its original context can be trained: 0."""
+    """Exit codes: 0, or 2 for a refused model. A model refused only for rows past its original context can be trained: 0."""
     parser = argparse.ArgumentParser(prog="asyncrl check-model", description=USAGE)
     parser.add_argument("path", help="model.path: a directory, a hub id, or file.py:function")
     parser.add_argument("--gguf-file", help="model.gguf_file")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy all into a directory (exit code 2: it already has an example)"
+USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy all into DIRECTORY (exit code 2 if DIRECTORY has one already)"
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -25,7 +25,7 @@ def examples() -> list[Path]:
 
 
 def first_line(path: Path) -> str:
-    """The first line of an example's docstring, or of its comment."""
+    """The first line of an example's docstring, or of a YAML file's first comment."""
     text = path.read_text(encoding="utf-8")
     lines = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text.lstrip("# ")
     return lines.partition("\n")[0]

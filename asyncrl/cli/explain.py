@@ -15,7 +15,7 @@ from asyncrl.algorithms import importance, kl, registry
 from asyncrl.algorithms.losses import LossMethod
 from asyncrl.algorithms.method import Conflict, Method
 from asyncrl.config.describe import refusal, short
-from asyncrl.config.fields import Knob, knobs, nearest_name, other_name
+from asyncrl.config.fields import ConfigField, config_fields, nearest_name, other_name
 from asyncrl.config.imports import load_object
 from asyncrl.config.methods import SETTINGS, load_method
 from asyncrl.errors import ConfigError
@@ -42,7 +42,7 @@ def explain(name: str) -> str:
 
 def known() -> list[str]:
     """Every name that can be explained, sorted."""
-    settings = [knob for full in knobs() for knob in (full, full.rpartition(".")[2])]
+    settings = [name for full in config_fields() for name in (full, full.rpartition(".")[2])]
     methods = {*registry.LOSSES, *registry.ADVANTAGES, *importance.IMPORTANCE_MODES, *kl.KL_ESTIMATORS}
     return sorted({*methods, *settings, *metrics()})
 
@@ -129,9 +129,9 @@ def _modes(name: str) -> Iterator[str]:
 
 
 def _settings(name: str) -> Iterator[str]:
-    for full, knob in knobs().items():
+    for full, field in config_fields().items():
         if name in (full, full.rpartition(".")[2]):
-            yield "\n".join(_setting(knob))
+            yield "\n".join(_setting(field))
 
 
 def _metrics(name: str) -> Iterator[str]:
@@ -145,17 +145,17 @@ def _metrics(name: str) -> Iterator[str]:
         yield from _metrics(f"{section}/{lane_and_cause.rpartition('/')[2]}")
 
 
-def _setting(knob: Knob) -> Iterator[str]:
-    yield f"setting {knob.name}  ({knob.expected}; default {short(knob.default)})"
-    yield knob.text
-    if knob.name in SETTINGS:
-        setting = SETTINGS[knob.name]
+def _setting(field: ConfigField) -> Iterator[str]:
+    yield f"setting {field.name}  ({field.expected}; default {short(field.default)})"
+    yield field.text
+    if field.name in SETTINGS:
+        setting = SETTINGS[field.name]
         losses = registry.readers().get(setting.flat, ())
         if losses:
             yield f"read by: {', '.join(losses)}; refused with another loss"
         owner = next(method for method in registry.methods() if setting in method.settings())
         yield f"\n{_doc(owner.formula or owner)}"
-    reason = refusal(knob.name)
+    reason = refusal(field.name)
     yield "on resume: may change" if reason is None else f"on resume: may not change ({reason})"
 
 

@@ -70,8 +70,8 @@ def configuration(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     file of a wrong setting in its message. Errors: ConfigError."""
     from asyncrl.config.load import load_config
 
-    own = {**tree, "resume": False, "distributed": {**tree["distributed"], "listen": None}}
+    node_tree = {**tree, "resume": False, "distributed": {**tree["distributed"], "listen": None}}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "configuration of the run")
-        path.write_text(json.dumps(own), encoding="utf-8")
+        path.write_text(json.dumps(node_tree), encoding="utf-8")
         return load_config([path], overrides)

@@ -1,7 +1,7 @@
 """`asyncrl prompts CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [-n 3]`: prints the first prompts of a run.
 
-The prompts are those that the run would train on, in the same order. The text is decoded from their token ids: after the chat
-template, with all special tokens, and cut to `data.max_prompt_tokens` if the run would cut it.
+The prompts are those that the run would train on, in the run's order. The text is decoded from their token ids: after the chat
+template, with all special tokens, and cut to `data.max_prompt_tokens` if the run would cut the prompt.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     clearing.add_argument(
         "--drop-records",
         action="store_true",
-        help="also segments with accepted records, which are lost, or with a damaged ring",
+        help="remove also segments with a damaged ring, and those with accepted records, which are then lost",
     )
     options = parser.parse_args(list(arguments))
     try:

@@ -32,7 +32,7 @@ class Scored:
     """
 
     tokens: Any  # [L] ids
-    reward: float | None = None  # None: the run scores it
+    reward: float | None = None  # None: the run scores the episode
     # [L] 1 if the loss may train the token; default: all tokens after the prompt.
     mask: Any = None
     # [L] nats, of the sampler over the whole vocabulary, 0 where mask is 0. None: the ratio to the trainer counts as 1.
@@ -81,7 +81,7 @@ def group_draft(
     group_size: int | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Draft:
-    """The record of these members. Errors: RecordError that names the member and its fault."""
+    """The record of the trajectories `scored`. Parameters: see `Client.push`. Errors: RecordError that names the trajectory."""
     rows = [_as_scored(position, value) for position, value in enumerate(scored)]
     numbers = list(range(len(rows))) if members is None else [int(member) for member in members]
     if len(numbers) != len(rows):

@@ -42,7 +42,7 @@ def needs_second_buffer(algorithm: AlgorithmConfig) -> bool:
 
 
 def check_losses(config: Config, streaming: bool) -> Iterator[str]:
-    """Yields a sentence for each contradiction. `streaming`: groups are trained before the size of their step is known."""
+    """Yields a sentence for each contradiction. `streaming`: whether groups are trained before the size of their step is known."""
     algorithm = config.algorithm
     context, terms = _check_context(config, streaming), chosen_terms(algorithm)
     yield from _check_sampler(config)

@@ -15,7 +15,7 @@ from asyncrl.algorithms.registry import advantage_named
 from asyncrl.types import LOWEST_TEMPERATURE
 
 from .check_losses import check_losses, chosen_loss, chosen_terms, needs_second_buffer, shown_value
-from .fields import get, knobs
+from .fields import config_fields, get
 from .methods import SETTINGS
 from .schema import Config
 
@@ -114,7 +114,7 @@ def key_problem(host: str, key: str | None) -> str | None:
 def _check_unread(config: Config, embedding: bool) -> Iterator[str]:
     """Refuses a setting that the user changed and that has no effect."""
     default = type(config)()
-    for name in knobs():
+    for name in config_fields():
         if (value := get(config, name)) != get(default, name) and (reason := _unread_reason(config, name, embedding)):
             yield f"{name} is {shown_value(value)} but {reason}, or leave {name} out"
 
@@ -137,10 +137,10 @@ def _unread_reason(config: Config, name: str, embedding: bool) -> str | None:
         remedy = loss.instead.get(name) or f"use loss={' or '.join(losses)}"
         return f"loss is {algorithm.loss}, which does not read it; {remedy}"
     for term in chosen_terms(algorithm):
-        if SETTINGS[name] in term.settings() and not term.on and key not in term.switches:
-            # `_check_sampler` (check_losses.py) has a message of its own.
-            from_sampler = term.section == "importance" and algorithm.old_logprobs == "sampler"
-            return None if from_sampler else term.off
+        if SETTINGS[name] in term.settings() and key not in term.switches:
+            if term.section == "importance" and algorithm.old_logprobs == "sampler":
+                return "old_logprobs is sampler, so there are no importance weights; set old_logprobs=recompute"
+            return None if term.on else term.off
     for advantage, estimator in registry.ADVANTAGES.items():
         method = estimator.settings
         if method and SETTINGS[name] in method.settings() and algorithm.advantage != advantage:
@@ -275,7 +275,7 @@ def _check_lengths(config: Config) -> Iterator[str]:
             named = f"{names} = {data.max_prompt_tokens} + {rollout.max_tokens}"
         yield (
             f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}; expected at least {named} = {longest}, so that "
-            "one sequence fits; raise the first or lower the rest"
+            "one sequence fits; raise tokens_per_microbatch, or lower this limit"
         )
     positions = config.engine.kv_positions
     if positions is not None and positions < longest:
@@ -302,7 +302,7 @@ def _check_algorithm(config: Config) -> Iterator[str]:
 
 
 def alone_problem(config: Config) -> str | None:
-    """Why a group of one trains nothing, for an error message. None if it can be trained."""
+    """Why a group of one trains nothing, for an error message. None if such a group can be trained."""
     advantage = config.algorithm.advantage
     if advantage_named(advantage).alone or config.train.kind != "torch":
         return None

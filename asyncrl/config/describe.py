@@ -11,7 +11,7 @@ from asyncrl.algorithms.method import Setting
 from asyncrl.errors import ConfigError
 
 from .checks import SWITCHED
-from .fields import knobs
+from .fields import config_fields
 from .methods import SETTINGS, about, settings_of, unread_sections
 from .resolve import PRESETS
 from .schema import Config
@@ -55,14 +55,14 @@ def help_text() -> str:
     """The text of `--help`: dotted name, type, default and description of every setting, then the presets."""
     lines = ["Configuration keys. In a YAML file they are nested; on the command line: a.b=value or --a.b value.", ""]
     section = ""
-    for knob in knobs().values():
-        section_of_knob = knob.name.rpartition(".")[0]
-        if section_of_knob != section:
-            section = section_of_knob
+    for field in config_fields().values():
+        section_of_field = field.name.rpartition(".")[0]
+        if section_of_field != section:
+            section = section_of_field
             lines += ["", *_heading(section)]
-        lines.append(f"{knob.name}  ({knob.expected}; default {short(knob.default)})")
-        lines += textwrap.wrap(knob.text, 110, initial_indent="    ", subsequent_indent="    ")
-        lines += [f"      {item.name}: {item.text}" for item in knob.items.values()]
+        lines.append(f"{field.name}  ({field.expected}; default {short(field.default)})")
+        lines += textwrap.wrap(field.text, 110, initial_indent="    ", subsequent_indent="    ")
+        lines += [f"      {item.name}: {item.text}" for item in field.items.values()]
     lines += ["", "Presets (fill in what is not given):"]
     for name, (staleness, streaming) in PRESETS.items():
         lines.append(
@@ -124,7 +124,7 @@ def _flat(config: Config) -> dict[str, Any]:
     """Dotted name -> value of every setting, without secrets."""
     nested = config.model_dump()
     values = {}
-    for name in knobs(type(config)):
+    for name in config_fields(type(config)):
         *sections, key = name.split(".")
         section = reduce(lambda tree, part: tree[part], sections, nested)
         # `model_dump` leaves secrets out.

@@ -92,7 +92,7 @@ _MIN_SIMILARITY = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Knob:
+class ConfigField:
     """A setting as the schema declares it."""
 
     name: str
@@ -101,10 +101,10 @@ class Knob:
     # One JSON schema per allowed type.
     types: tuple[Mapping[str, Any], ...]
     # The fields of one section, if the setting is a list of sections.
-    items: Mapping[str, Knob] = field(default_factory=dict)
+    items: Mapping[str, ConfigField] = field(default_factory=dict)
 
     def takes(self, kind: str) -> bool:
-        """Whether every value of this JSON type (`integer`, `string`, ...) is allowed."""
+        """Whether values of this JSON type (`integer`, `string`, ...) are allowed, and not only fixed choices."""
         return any(schema.get("type") == kind and not _choices(schema) for schema in self.types)
 
     @property
@@ -141,26 +141,26 @@ def _in_words(schema: Mapping[str, Any]) -> str:
     return f"{_WORDS[schema['type']]} {bounds}".rstrip()
 
 
-def knobs(schema: type[Config] = Config) -> Mapping[str, Knob]:
+def config_fields(schema: type[Config] = Config) -> Mapping[str, ConfigField]:
     """Dotted name -> setting, in the order of the schema."""
-    return _knobs(schema)
+    return _config_fields(schema)
 
 
 @cache
-def _knobs(schema: type[Config]) -> Mapping[str, Knob]:
+def _config_fields(schema: type[Config]) -> Mapping[str, ConfigField]:
     root = schema.model_json_schema()
-    return {knob.name: knob for knob in _walk(root, "", root["$defs"])}
+    return {field.name: field for field in _walk(root, "", root["$defs"])}
 
 
-def _walk(section: Mapping[str, Any], prefix: str, definitions: Mapping[str, Any]) -> Iterator[Knob]:
+def _walk(section: Mapping[str, Any], prefix: str, definitions: Mapping[str, Any]) -> Iterator[ConfigField]:
     for key, entry in section["properties"].items():
         if "$ref" in entry:
             yield from _walk(_dereferenced(entry, definitions), f"{prefix}{key}.", definitions)
             continue
         item = _dereferenced(entry.get("items", {}), definitions)
-        items = {knob.name: knob for knob in _walk(item, "", definitions)} if "properties" in item else {}
+        items = {field.name: field for field in _walk(item, "", definitions)} if "properties" in item else {}
         types = tuple(entry.get("anyOf", [entry]))
-        yield Knob(f"{prefix}{key}", entry.get("default"), entry.get("description", ""), types, items)
+        yield ConfigField(f"{prefix}{key}", entry.get("default"), entry.get("description", ""), types, items)
 
 
 def _dereferenced(entry: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -170,7 +170,7 @@ def _dereferenced(entry: Mapping[str, Any], definitions: Mapping[str, Any]) -> M
 
 def sections(schema: type[Config] = Config) -> frozenset[str]:
     """The dotted names of all sections, such as `train` and `model.lora`."""
-    return frozenset(name.rpartition(".")[0] for name in knobs(schema)) - {""}
+    return frozenset(name.rpartition(".")[0] for name in config_fields(schema)) - {""}
 
 
 @cache
@@ -191,8 +191,8 @@ def nearest_name(name: str, schema: type[Config] = Config) -> str | None:
     if (setting := other_name(name)) is not None:
         return setting
     # Reversed, so that the first section wins if several have a setting of this name.
-    last_parts = {full.rpartition(".")[2]: full for full in reversed([*knobs(schema)])}
-    names = {**last_parts, **_aliases(), **{full: full for full in (*sections(schema), *knobs(schema))}}
+    last_parts = {full.rpartition(".")[2]: full for full in reversed([*config_fields(schema)])}
+    names = {**last_parts, **_aliases(), **{full: full for full in (*sections(schema), *config_fields(schema))}}
     matches = (difflib.get_close_matches(tail, names, n=1, cutoff=_MIN_SIMILARITY) for tail in _tails(name))
     return next((names[match[0]] for match in matches if match), None)
 

@@ -41,7 +41,7 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def load_object(address: str) -> Any:
-    """The object at `address`. File paths are relative to the working directory. Dotted names are attributes of classes.
+    """The object at `address`. A file path is relative to the working directory. A dotted name is an attribute of a class.
 
     Errors: `ConfigError` for a malformed address, a missing file, module or name, and for an import that raises.
     """
@@ -106,8 +106,8 @@ def place_of(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_machinery(frame.filename)]
-    installed = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    user_frames = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, installed))]
+    libraries = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    user_frames = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, libraries))]
     if not frames:
         return ""
     last = (user_frames or frames)[-1]
@@ -116,7 +116,7 @@ def place_of(error: BaseException) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether the error may be a Ctrl-C of the user. Always False while a handler of SIGINT raises nothing, as in a run."""
+    """Whether the error may be a Ctrl-C of the user. Always False if the handler of SIGINT raises nothing, as in a run."""
     handler = signal.getsignal(signal.SIGINT)
     # asyncio.run installs a bound method of its Runner.
     runner = getattr(getattr(handler, "func", None), "__self__", None)
@@ -126,8 +126,8 @@ def is_interrupt(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def user_code(make_error: Callable[[BaseException], Exception]) -> Iterator[None]:
-    """Runs synchronous user code in its body. Raises `make_error(error)` for every error of the body, also for SystemExit, which
-    would end the program with success."""
+    """Runs synchronous user code in its body. Raises `make_error(error)` for every error of the body but a Ctrl-C, also for
+    SystemExit, which would end the program with success."""
     try:
         yield
     except BaseException as error:

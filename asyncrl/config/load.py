@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from asyncrl.errors import ConfigError
 
-from .fields import SPLIT_ENGINE_MESSAGE, Knob, knobs, nearest_name, sections
+from .fields import SPLIT_ENGINE_MESSAGE, ConfigField, config_fields, nearest_name, sections
 from .schema import Config, schema_of
 from .section import expand_home
 from .text import parse_file, parse_value
@@ -69,8 +69,8 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     """Yields name, value and original text of `a.b=value`, `--a.b=value` or `--a.b value`. A dash in a name is an underscore.
     Values are YAML.
 
-    `--a.b` without a value is true if the setting is a boolean. If the setting is a string or a list of strings, the text is the
-    value, unless the text is quoted YAML, `null` (for a list, or if allowed), or for a list a YAML list. Errors: `ConfigError`.
+    `--a.b` without a value is true if the setting is a boolean. For a string or a list of strings the text itself is the value,
+    except quoted text, `null` (for a list, or if allowed), and for a list a text that begins with `[`. Errors: `ConfigError`.
     """
     remaining = list(arguments)
     while remaining:
@@ -80,34 +80,34 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
         name = name.removeprefix("--").replace("-", "_")
         if not name or not (dashed or equals):
             raise ConfigError(f"override {typed!r} is not understood: write a.b=value or --a.b value")
-        knob = knobs().get(name)
+        field = config_fields().get(name)
         if not equals:
-            boolean = knob is not None and knob.takes("boolean")
+            boolean = field is not None and field.takes("boolean")
             # After a boolean, `c.d=value` is the next override.
             if remaining and not remaining[0].startswith("--") and not (boolean and "=" in remaining[0]):
                 text = remaining.pop(0)
                 typed = f"{typed} {text}"
             elif boolean:
                 text = "true"
-            elif knob is None and name not in sections():
+            elif field is None and name not in sections():
                 raise ConfigError(_unknown(name, f"override {typed!r}"))
             else:
                 raise ConfigError(f"override {typed!r} has no value: write {typed} VALUE or {name}=VALUE")
-        yield name, _value(knob, text, typed), typed
+        yield name, _value(field, text, typed), typed
 
 
-def _value(knob: Knob | None, text: str, typed: str) -> Any:
+def _value(field: ConfigField | None, text: str, typed: str) -> Any:
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise ConfigError(f"override {typed!r}: the value is not valid UTF-8")
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    if knob is not None and not quoted:
-        is_null = text == "null" and (knob.takes("null") or knob.takes_texts)
-        if not is_null and (knob.takes("string") or (knob.takes_texts and text[:1] != "[")):
+    if field is not None and not quoted:
+        is_null = text == "null" and (field.takes("null") or field.takes_texts)
+        if not is_null and (field.takes("string") or (field.takes_texts and text[:1] != "[")):
             return text
     try:
         value = parse_value(text)
     except ValueError as error:
-        if knob is not None and (knob.takes("string") or knob.takes_texts):
+        if field is not None and (field.takes("string") or field.takes_texts):
             return text
         raise ConfigError(f"override {typed!r}: the value is not valid YAML: {error}; put text in quotes") from error
     # YAML would strip blanks and a `#` comment from an unquoted string.
@@ -136,7 +136,7 @@ def _read(path: Path, origin: dict[str, str]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        advice = f"; to set it write {path}=VALUE" if str(path) in knobs() else ""
+        advice = f"; to set it write {path}=VALUE" if str(path) in config_fields() else ""
         raise ConfigError(f"the configuration file {path} does not exist (looked in {Path.cwd()}){advice}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
@@ -179,7 +179,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
     """Dotted name and value of each leaf: a setting, an empty mapping, or a value that is no mapping."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and value and name not in knobs():
+        if isinstance(value, dict) and value and name not in config_fields():
             yield from _leaves(value, f"{name}.")
         else:
             yield name, value
@@ -187,36 +187,36 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _error_lines(item: Mapping[str, Any], origin: Mapping[str, str], schema: type[Config]) -> Iterator[str]:
     """One pydantic error as message lines: one line, or one for each setting of an unknown section."""
-    known, keys, value = knobs(schema), [str(part) for part in item["loc"]], item["input"]
-    # How many of the first keys form the name of a setting, or 0. Later keys are inside of its value.
+    known, keys, value = config_fields(schema), [str(part) for part in item["loc"]], item["input"]
+    # How many of the first keys form the name of a setting, or 0. Later keys are inside of the setting's value.
     depth = next((n for n in range(1, len(keys) + 1) if ".".join(keys[:n]) in known), 0)
     name = ".".join(keys[:depth] if depth else keys)
-    knob, source = known.get(name), _source_of(name, origin)
+    field, source = known.get(name), _source_of(name, origin)
     # `invalid_key`: the key is not a string.
     unknown = item["type"] in ("extra_forbidden", "invalid_key")
-    if knob is not None and knob.items and len(keys) > depth + 1:
-        name, fields = f"{name}[{keys[depth]}].{keys[depth + 1]}", knob.items
+    if field is not None and field.items and len(keys) > depth + 1:
+        name, fields = f"{name}[{keys[depth]}].{keys[depth + 1]}", field.items
         if unknown:
             yield f"unknown key {name!r} ({source}); an item has {', '.join(fields)}"
             return
-        knob = fields[keys[depth + 1]]
+        field = fields[keys[depth + 1]]
         if item["type"] == "missing":
-            yield f"{name} is missing ({source}); expected {knob.text}"
+            yield f"{name} is missing ({source}); expected {field.text}"
             return
     if unknown:
         leaves = _leaves({name: value}) if "." not in keys[-1] else [(name, value)]
         yield from (_unknown(leaf, _source_of(leaf, origin), schema, keys[-1]) for leaf, _ in leaves)
         return
-    expected = "a mapping" if knob is None else knob.expected
+    expected = "a mapping" if field is None else field.expected
     if item["type"] == "value_error":
         expected = item["msg"].removeprefix("Value error, ")
     hint = ""
     if isinstance(value, float) and not math.isfinite(value):
         hint = ", and finite"
-    elif isinstance(value, str) and knob is not None and knob.choices:
-        matches = difflib.get_close_matches(value.strip().lower(), map(str, knob.choices), n=1)
+    elif isinstance(value, str) and field is not None and field.choices:
+        matches = difflib.get_close_matches(value.strip().lower(), map(str, field.choices), n=1)
         hint = f"; did you mean {matches[0]}?" if matches else ""
-    elif isinstance(value, (int, float)) and knob is not None and knob.takes("string"):
+    elif isinstance(value, (int, float)) and field is not None and field.takes("string"):
         hint = "; put it in quotes"
     yield f"{name} is {_short(value)} ({source}); expected {expected}{hint}"
 

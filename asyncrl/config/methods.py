@@ -27,7 +27,7 @@ CENTRE = ("old_logprobs", "force_on_policy")
 
 
 def make_sections(settings: Iterable[Setting]) -> dict[str, type[SettingsSection]]:
-    """Name -> section with these settings."""
+    """Name -> class of the section, for every section that `settings` name."""
     by_section: dict[str, dict[str, Any]] = {}
     for setting in settings:
         annotation = Literal[setting.choices] if setting.choices else setting.annotation
@@ -48,7 +48,7 @@ globals().update({section.__name__: section for section in SECTIONS.values()})
 
 def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type[Method] | None:
     """Registers a loss or advantage of the user under its address. `kind`: "loss" or "advantage". Returns the class that declares
-    the settings, or None. `reserved`: names that the section of the settings must not have. Errors: ConfigError."""
+    its settings, if any. `reserved`: names that the section of these settings must not have. Errors: ConfigError."""
 
     def error_of(text: str) -> ConfigError:
         return ConfigError(f"algorithm.{kind} is {address!r}, {text}")
@@ -76,9 +76,9 @@ def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type
     # A loss of the user may use the section of a built-in loss.
     taken = {*reserved, *SECTIONS} - {loss.section for loss in registry.LOSSES.values()}
     taken_flat_names = {setting.flat for setting in SETTINGS.values() if setting.section in taken}
-    section = method.section if method is not None else "own"
-    if section in taken or not section.isidentifier() or taken_flat_names & {setting.flat for setting in declared}:
-        raise error_of(f"whose settings would be algorithm.{section}.*, which are taken; give it another `name`")
+    clashes = bool(taken_flat_names & {setting.flat for setting in declared})
+    if method is not None and (clashes or method.section in taken or not method.section.isidentifier()):
+        raise error_of(f"whose settings would be algorithm.{method.section}.*, which are taken; give it another `name`")
     registry.OWN[kind, address] = loaded
     return method
 
@@ -109,7 +109,7 @@ def about(section: str) -> str:
 
 
 def unread_sections(algorithm: Any) -> list[str]:
-    """The sections whose losses and advantages are not chosen."""
+    """The sections of the losses and advantages that are not chosen."""
     losses = {loss.section for loss in registry.LOSSES.values()} - {registry.loss_named(algorithm.loss).section}
     estimators = (estimator for name, estimator in registry.ADVANTAGES.items() if name != algorithm.advantage)
     advantages = {estimator.settings.section for estimator in estimators if estimator.settings is not None}

@@ -55,14 +55,14 @@ def last_version(config: Config, base: int = 0, rows: int | None = None) -> int 
     """The policy version after the last batch that `train.max_steps` and `train.max_epochs` allow; None if neither is known to end
     the run. `base`: the version at turn 0. `rows`: the number of training prompts, if the run has prompts.
 
-    The run ends earlier at `train.time_limit_s`, and if epochs end a run whose prompts are skipped or whose groups are dropped."""
-    train, most = config.train, config.train.max_steps
+    The run may end earlier: at `train.time_limit_s`, and with `max_epochs` also if prompts are skipped or groups are dropped."""
+    train, batches = config.train, config.train.max_steps
     # Prompts that reroll plays again make further groups, whose number is not known.
     if train.max_epochs is not None and rows is not None and config.reroll.start_fraction == 1:
         steps = prompts_of(train.max_epochs, rows) / config.rollout.groups_per_step
-        whole = max(1, math.ceil(steps) if train.partial_final_step else math.floor(steps))
-        most = whole if most is None else min(most, whole)
-    return None if most is None else most * versions_per_batch(config) + base
+        of_epochs = max(1, math.ceil(steps) if train.partial_final_step else math.floor(steps))
+        batches = of_epochs if batches is None else min(batches, of_epochs)
+    return None if batches is None else batches * versions_per_batch(config) + base
 
 
 def prompts_of(epochs: float, rows: int) -> int:

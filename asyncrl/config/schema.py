@@ -35,7 +35,8 @@ class LoraConfig(SettingsSection):
     rank: int = field(0, "Rank of the adapters; 0 trains all weights.", ge=0)
     alpha: float = field(32.0, "The adapters' product is scaled by alpha / rank.", gt=0)
     target_modules: tuple[str, ...] = field(
-        ("all-linear",), "Layers with adapters, by the end of their name as in peft; all-linear: all but the head."
+        ("all-linear",),
+        "Layers with adapters, by the end of their name as in peft; all-linear: all linear ones but the head.",
     )
     target_parameters: tuple[str, ...] = field(
         (),
@@ -98,7 +99,7 @@ class DataConfig(SettingsSection):
     control_tokens: Literal["template", "text"] = field(
         "template",
         "Which text may contain control tokens, such as the end of a turn. template: only the chat template; the same characters "
-        "in a message, a tool or an argument are plain text. text: messages, tools and arguments, too; raw prompts always may.",
+        "in a message, a tool or an argument are plain text. text: messages, tools and arguments, too. Raw prompts always may.",
     )
     date: str | None = field(
         None,
@@ -277,7 +278,7 @@ class TrainConfig(SettingsSection):
     beta1: float = field(0.9, "AdamW beta1.", ge=0, lt=1)
     beta2: float = field(0.999, "AdamW beta2.", ge=0, lt=1)
     eps: float = field(1e-8, "AdamW epsilon.", gt=0)
-    grad_clip: float | None = field(1.0, "Largest gradient norm, applied after the 1/N rescale; null is off.", gt=0)
+    grad_clip: float | None = field(1.0, "Largest norm of the gradient, after its division by N; null is off.", gt=0)
     tokens_per_microbatch: int = field(
         2048,
         "Packed tokens of one forward and backward. Left out: 2048, or the limit of a row if that is more; on a GPU as many as "
@@ -286,8 +287,8 @@ class TrainConfig(SettingsSection):
     )
     skip_zero_advantage: bool = field(
         False,
-        "Do not run groups whose advantages are all 0: their tokens count in N, the gradient is the same. Means of metrics "
-        "are then over the other groups.",
+        "Do not run groups whose advantages are all 0. The gradient is the same: their tokens still count in N. "
+        "Means of metrics are then over the other groups.",
     )
     gradient_checkpointing: bool = field(False, "Recompute activations in backward to save memory.")
     max_steps: int | None = field(None, "Steps to train: batches, each with one or more optimizer steps.", ge=1)
@@ -326,9 +327,8 @@ class DistributedConfig(SettingsSection):
     roles: RolesConfig = RolesConfig()
     context: int = field(
         1,
-        "Ranks that train each sequence together, for sequences that are too long for one device: each rank computes its part of "
-        "the tokens. The training ranks form sets of this size, in order. It divides the number of training ranks and the number "
-        "of attention heads.",
+        "Ranks that train each sequence together, for sequences too long for one device: each rank computes a part of the tokens. "
+        "The training ranks form sets of this size, in order. It must divide the numbers of training ranks and attention heads.",
         ge=1,
     )
     listen: str | None = field(
@@ -520,11 +520,11 @@ def schema_of(tree: Mapping[str, Any]) -> type[Config]:
 def _schema_with(methods: tuple[type[Method], ...]) -> type[Config]:
     if not methods:
         return Config
-    own = {setting.dotted: setting for method in methods for setting in method.settings()}
-    own_sections = {setting.section for setting in own.values()}
+    users = {setting.dotted: setting for method in methods for setting in method.settings()}
+    users_sections = {setting.section for setting in users.values()}
     # If the user's loss uses the section of a built-in loss, the section keeps the built-in settings, too.
-    shared = {dotted: setting for dotted, setting in SETTINGS.items() if setting.section in own_sections}
-    sections = make_sections({**shared, **own}.values())
+    shared = {dotted: setting for dotted, setting in SETTINGS.items() if setting.section in users_sections}
+    sections = make_sections({**shared, **users}.values())
     fields: dict[str, Any] = {name: (section, section()) for name, section in sections.items()}
     algorithm = create_model("AlgorithmConfig", __base__=AlgorithmConfig, __module__=__name__, **fields)
     return create_model("Config", __base__=Config, __module__=__name__, algorithm=(algorithm, algorithm()))

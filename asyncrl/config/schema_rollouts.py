@@ -172,7 +172,7 @@ class RewardConfig(SettingsSection):
 
     @property
     def judge_deadline_s(self) -> float:
-        """The most seconds for all tries of a judge, with the longest pause between two."""
+        """The most seconds for all tries of a judge, with the longest pause after each try."""
         return (self.retries + 1) * (self.timeout_s + 60.0)
 
 
@@ -341,7 +341,7 @@ class RolloutConfig(SettingsSection):
     )
     timeout_s: float = field(
         3600.0,
-        "Longest duration of an episode in seconds, with its retries and waits for the engine. A longer episode has failed.",
+        "Longest duration of an episode in seconds, with its retries and waits for the engine. A longer episode counts as failed.",
         gt=0,
     )
     retries: int = field(
@@ -356,8 +356,8 @@ class RolloutConfig(SettingsSection):
     )
     max_failed_groups: int | None = field(
         None,
-        "Most groups that may fail before the run ends; a failed group is replaced by another prompt. Default: a tenth of all "
-        "groups so far, but at least groups_per_step.",
+        "Most groups that may fail before the run ends; a failed group is replaced by another prompt. Default: a tenth of the "
+        "groups that were admitted, but at least groups_per_step.",
         ge=0,
     )
     environment: LocalPath = field(
@@ -379,8 +379,8 @@ class RerollConfig(SettingsSection):
 
     start_fraction: float = field(
         1.0,
-        "Fraction of the run after which failed prompts are played again; 1: never. A prompt fails if all its completions fail, at "
-        "any step.",
+        "Fraction of the run after which failed prompts are played again; 1: never. A prompt fails if all its completions fail, "
+        "also before that time.",
         ge=0,
         le=1,
     )

@@ -7,8 +7,8 @@ Rows are trajectories. Rows of a microbatch share their first tokens as long as 
 tokens of members that begin alike, the history of branches. So no token is forwarded twice, with two exceptions, because each inner
 node costs a call of attention:
 
-* A node is not cut for less than `_FEWEST` tokens, except at the end of the prompt or of a row.
-* Rows of two groups do not share `_MOST_APART` tokens or fewer, unless TRL's trie of the same rows would have fewer tokens.
+* A node is not cut for less than `_MIN_CUT` tokens, except at the end of the prompt or of a row.
+* Rows of two groups do not share `_MAX_UNSHARED` tokens or fewer, unless TRL's trie of the same rows would have fewer tokens.
 
 Even so, fewer tokens are forwarded than by TRL's `TreeRow` (trl/experimental/async_grpo/packing.py). That trie has one token more
 for each fork, and has the last token of each row. Here a text ends before its last scored token, because that token is only a
@@ -17,9 +17,8 @@ of sequences need the count.
 
 With recorded expert routes, rows share a token only if its routes are equal: other experts make other keys and values. Routes can
 differ if weights changed between two prefills, or if a member comes from an outside producer. The routes of the last prompt token
-are not compared, unless the prompt has only one token. They come from the forward that samples the first token: members run it in
-batches of different sizes, and rounding alone may choose another expert. A shared token gets the routes of the first row that has
-it.
+are not compared, unless the prompt has only one token: members forward that token in batches of different sizes, and rounding alone
+may choose another expert. A shared token gets the routes of the first row that has the token.
 
 Groups are packed in the given order, members with the most tokens first. A new microbatch is opened when the token budget is full.
 A row is never split, because some losses need all tokens of a sequence at once. A row that is longer than the budget gets a
@@ -49,14 +48,14 @@ GroupColumns: TypeAlias = Mapping[str, Column]
 
 # A node is not cut for fewer shared tokens. So at most 2 tokens of a row with a fork are forwarded again. TRL's trie has two tokens
 # more for such a row.
-_FEWEST = 3
+_MIN_CUT = 3
 # Rows of two groups do not share this many tokens or fewer, as long as the trie then has no more tokens than TRL's.
-_MOST_APART = 32
+_MAX_UNSHARED = 32
 
 
 class _Segment(NamedTuple):
-    """Tokens [start, end) of a trajectory that are forwarded, at the positions from `position` on. They follow the token at
-    `position - 1` of the path of segment `parent` (-1: none). `first`, `last`: the part of `scored` in this segment."""
+    """Tokens [start, end) of a trajectory that are forwarded, at the positions from `position` on. These tokens follow the token at
+    `position - 1` on the path of segment `parent` (-1: none). `scored[first:last]` are the scored tokens of the segment."""
 
     start: int
     end: int
@@ -75,32 +74,32 @@ class _PackedRow(NamedTuple):
     scored_slice: slice | None  # set if `scored` has no gaps
     segments: list[_Segment]
     forward: int  # tokens that are packed
-    place: int  # in its group
+    place: int  # index in the group
     columns: GroupColumns
 
 
 class _Node:
-    """Adjacent packed tokens: `length` tokens of a trajectory from `start` on. `depth`: tokens before them on the path."""
+    """Adjacent packed tokens: `length` tokens of a trajectory from `start` on. `depth`: tokens before the node on the path."""
 
     __slots__ = ("children", "depth", "length", "number", "packed", "parent", "start", "trajectory")
 
     def __init__(self, trajectory: Trajectory, start: int, length: int, depth: int, parent: _Node | None) -> None:
         self.trajectory, self.start, self.length, self.depth, self.parent = trajectory, start, length, depth, parent
         self.children: dict[int, list[_Node]] = {}  # by their first token
-        self.number = self.packed = -1  # in preorder; first packed token
+        self.number = self.packed = -1  # see `number_nodes`
 
     def add(self, child: _Node) -> None:
         self.children.setdefault(int(child.trajectory.tokens[child.start]), []).append(child)
 
     def shared(self, trajectory: Trajectory, start: int, end: int) -> int:
         """How many of the tokens [start, end) of a trajectory equal the first tokens of the node, with their routes."""
-        other, count = self.trajectory, min(self.length, end - start)
-        mine, own = slice(start, start + count), slice(self.start, self.start + count)
-        differ = trajectory.tokens[mine] != other.tokens[own]
-        if trajectory.routed_experts is not None and other.routed_experts is not None:
-            differ_routes = (trajectory.routed_experts[mine] != other.routed_experts[own]).any((1, 2))
+        of_node, count = self.trajectory, min(self.length, end - start)
+        part, node_part = slice(start, start + count), slice(self.start, self.start + count)
+        differ = trajectory.tokens[part] != of_node.tokens[node_part]
+        if trajectory.routed_experts is not None and of_node.routed_experts is not None:
+            differ_routes = (trajectory.routed_experts[part] != of_node.routed_experts[node_part]).any((1, 2))
             last = trajectory.prompt_length - 1
-            if last == other.prompt_length - 1 > 0 and start <= last < start + count and start == self.start:
+            if last == of_node.prompt_length - 1 > 0 and start <= last < start + count and start == self.start:
                 differ_routes[last - start] = False
             differ |= differ_routes
         first = int(differ.argmax())
@@ -108,7 +107,7 @@ class _Node:
 
 
 # (tokens, node, inside, equal). The first `tokens` tokens of a row are on one path of the trie. The last of them are the first
-# `inside` tokens of `node`. `equal`: how many tokens there would be without `_FEWEST`.
+# `inside` tokens of `node`. `equal`: what `tokens` would be without `_MIN_CUT`.
 _Match: TypeAlias = tuple[int, _Node, int, int]
 
 
@@ -119,15 +118,15 @@ class _Trie:
         self.root = _Node(trajectory, 0, 0, 0, None)  # holds no token
         self._nodes: list[_Node] = []
         self.tokens = 0
-        self.rows: list[tuple[_PackedRow, list[_Node]]] = []  # for each segment, the node that ends with it
-        # How many tokens fewer than TRL's trie this one has, at least.
+        self.rows: list[tuple[_PackedRow, list[_Node]]] = []  # each row, and the last node of each segment
+        # TRL's trie of the same rows has at least this many tokens more.
         self._spare = 0
 
     def match(self, row: _PackedRow) -> _Match:
         """Where the first segment of the row belongs."""
         trajectory, (start, end, *_) = row.trajectory, row.segments[0]
         found = tokens, node, _, equal = _longest(self.root, trajectory, start, end)
-        if tokens and node.trajectory.group_id != trajectory.group_id and equal <= min(self._spare, _MOST_APART):
+        if tokens and node.trajectory.group_id != trajectory.group_id and equal <= min(self._spare, _MAX_UNSHARED):
             return 0, self.root, 0, equal
         return found
 
@@ -174,12 +173,12 @@ class _Trie:
         return upper
 
     def release(self) -> None:
-        """Drop the references of nodes to their parents: a circle would keep views of leased memory until a garbage collection."""
+        """Drop the references of nodes to their parents: a cycle would keep views of leased memory until a garbage collection."""
         for node in self._nodes:
             node.parent = None
 
     def number_nodes(self) -> list[_Node]:
-        """The nodes in depth-first preorder, with `number` and `packed` set."""
+        """The nodes in depth-first preorder. Sets `number`, the index in this list, and `packed`, the index of the first token."""
         nodes, cursor, waiting = list[_Node](), 0, [self.root]
         while waiting:
             node = waiting.pop()
@@ -212,7 +211,7 @@ def _longest(node: _Node, trajectory: Trajectory, start: int, end: int) -> _Matc
             equal = max(equal, total)
             # The whole child, up to the end of the row, up to the end of the prompt.
             always_shared = child.length, end - start, trajectory.prompt_length - child.depth
-            if more > tokens and (shared >= _FEWEST or shared in always_shared):
+            if more > tokens and (shared >= _MIN_CUT or shared in always_shared):
                 tokens, best, inside = more, found, of_found
     return tokens, best, inside, equal
 
@@ -240,7 +239,7 @@ def pack_groups(
         for (group, advantages), group_columns in zip(groups, columns or [{}] * len(groups), strict=True):
             for row in _rows(group, advantages, group_columns):
                 match = tries[-1].match(row) if tries else None
-                # Tokens that further segments share with other rows are not subtracted.
+                # An upper bound: only the first segment's shared tokens are subtracted.
                 added = row.forward - match[0] if match else 0
                 if match is None or (added and tries[-1].tokens + added > tokens_per_microbatch):
                     tries.append(_Trie(row.trajectory))
@@ -367,20 +366,20 @@ def _assemble(trie: _Trie) -> Microbatch:
 
 def _set_source(part: npt.NDArray[np.int64], row: _PackedRow, segment: _Segment, end: _Node) -> None:
     """Set `part` to the packed indices of the tokens that predict the scored tokens of a segment, which ends with node `end`."""
-    scored, node, left = row.scored[segment.first : segment.last], end, segment.last - segment.first
-    while left:
+    scored, node, remaining = row.scored[segment.first : segment.last], end, segment.last - segment.first
+    while remaining:
         # `start`: the index in the trajectory that the node's first token would have, if the segment reached back so far. `first`:
         # the index in `scored` of the first token that a token of this node predicts.
         start = node.depth - segment.position + segment.start
         if row.scored_slice is not None:
             first = max(0, start + 1 - row.scored_slice.start - segment.first)
         else:
-            first = int(scored[:left].searchsorted(start, "right"))
-        if first == left - 1:
+            first = int(scored[:remaining].searchsorted(start, "right"))
+        if first == remaining - 1:
             part[first] = scored[first] + (node.packed - start - 1)
-        elif first < left:
-            np.add(scored[first:left], node.packed - start - 1, out=part[first:left])
-        node, left = node.parent or node, min(first, left)
+        elif first < remaining:
+            np.add(scored[first:remaining], node.packed - start - 1, out=part[first:remaining])
+        node, remaining = node.parent or node, min(first, remaining)
 
 
 def _members(row: _PackedRow, ends: Sequence[_Node]) -> list[int]:
@@ -406,7 +405,7 @@ def _empty_routes(rows: Sequence[_PackedRow], packed: int) -> npt.NDArray[Any] |
 
 def _take(column: npt.NDArray[Any], scored: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
     if column.dtype == out.dtype:
-        # Any other mode allocates a buffer.
+        # A mode other than "clip" allocates a buffer.
         np.take(column, scored, out=out, mode="clip")
     else:
         out[:] = column[scored]

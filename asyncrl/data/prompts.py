@@ -55,7 +55,7 @@ def is_prompt(group_id: int) -> bool:
 
 
 def state_after(state: Mapping[str, Any], group_ids: Iterable[int]) -> dict[str, Any]:
-    """A `state_dict` of a `PromptSource`, changed as if `next()` had returned the prompts of these groups since. Counts stay."""
+    """A `state_dict` of a `PromptSource` as if `next()` had then returned the prompts of these groups, but with the old counts."""
     used = set(group_ids)
     first_attempts = [group_id for group_id in used if group_id < EMBEDDED_GROUPS]
     return {
@@ -117,7 +117,7 @@ class PromptSource:
         if not len(self._rows):
             raise DataError(f"{self._rows.source} holds no rows; expected one or more")
         self._row(0)
-        # The first ordinal that is not returned.
+        # The first ordinal beyond `max_epochs`.
         self._end = None if max_epochs is None else prompts_of(max_epochs, len(self._rows))
         self._position = rank  # the next ordinal
         self._requeued: list[int] = []  # group ids to hand out again, ascending
@@ -134,7 +134,7 @@ class PromptSource:
 
     @property
     def digest(self) -> int:
-        """A fingerprint of all prompts."""
+        """A fingerprint of the rows (`prompts_files.digest`)."""
         return self._digest
 
     @property
@@ -145,8 +145,8 @@ class PromptSource:
     def next(self) -> Prompt | None:
         """The next prompt; prompts of `requeue` are first. None after `max_epochs`.
 
-        Errors: `DataError` for a malformed row, a row that is too long if `data.overlong` is `refuse`, or after twice as
-        many skipped rows, one after the other, as there are rows.
+        Errors: `DataError` for a malformed row, for a row that is too long if `data.overlong` is `refuse`, and if two epochs of
+        rows in succession are skipped.
         """
         while self._requeued:
             prompt = self.prompt_for(self._requeued[0])
@@ -232,7 +232,7 @@ class PromptSource:
                 raise DataError(f"{self._label(index)}: {error}") from error
 
     def notes(self) -> list[str]:
-        """Warnings for the user about the prompts that were tokenized so far: call `check_all` or `longest` first."""
+        """Warnings for the user about the tokenized prompts. Call `check_all` or `longest` first: both tokenize prompts."""
         notes = [
             f"{count:,} of {self._encoded_rows:,} prompts of {self._rows.source} {NOTES[name]}"
             for name, count in self._encoder.notes.items()
@@ -326,7 +326,7 @@ class PromptSource:
         return Prompt(group_id=group_id, ids=ids, prompt=prompt, columns=columns, epoch=epoch), length
 
     def _row(self, index: int) -> Row:
-        """A row that was checked. An access may be slow, because user code may generate the row: call `_row` once a prompt."""
+        """A checked row. The access may be slow, because user code may generate the row. Errors: `DataError`."""
         row, column = self._rows[index], self.config.prompt_column
         if column not in row and not self._for_agents:
             raise DataError(

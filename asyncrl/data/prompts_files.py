@@ -138,8 +138,8 @@ def is_local(source: str | os.PathLike[str]) -> bool:
 
 
 def digest(rows: PromptRows, column: str) -> int:
-    """A cheap fingerprint of the number of rows, and of the prompts of up to 64 evenly spaced rows. A row without a prompt counts
-    whole."""
+    """A cheap fingerprint of the number of rows, and of the prompts of up to 64 evenly spaced rows. For a row without a prompt all
+    columns are used."""
     count = len(rows)
     check = zlib.crc32(str(count).encode())
     for index in sorted({k * (count - 1) // 63 for k in range(64)}) if count else ():
@@ -198,7 +198,7 @@ def _open_csv(path: Path) -> PromptRows:
                 if len(values) != len(names) and values:
                     raise DataError(
                         f"{path} line {lines.line_num} has {len(values)} values; the first line names {len(names)} "
-                        f"columns ({', '.join(names)}); a value with a comma or a line break stands in double quotes"
+                        f"columns ({', '.join(names)}); put a value with a comma or a line break in double quotes"
                     )
                 if values:
                     rows.append(dict(zip(names, values, strict=True)))

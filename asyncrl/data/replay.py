@@ -11,8 +11,8 @@ Guarantees
 * A draw depends only on the seed, the key and the groups in the buffer. So a resumed run draws the same groups.
 
 Texts and columns of a group are not kept, because training does not need them.
-Call the methods on the thread of the event loop. None awaits. `encode` and `load` are slow. Call `encode` on another thread. Call
-`load` on another thread, too, if no other method of the buffer was called before.
+Call the methods on the thread of the event loop; none awaits. The function `encode` is slow: call it on another thread. `load` is
+slow, too, and may run on another thread before all other methods.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ReplayBuffer:
     """At most `max_groups` groups of a high priority: see the module docstring."""
 
     def __init__(self, max_groups: int, max_age: int, seed: int = 0) -> None:
-        """`max_age`: policy versions between the oldest token of a group and its next training. Errors: ValueError."""
+        """`max_age`: most policy versions between the oldest token of a group and the replay. Errors: ValueError."""
         if max_groups < 1 or max_age < 0:
             raise ValueError(f"replay: max_groups {max_groups} must be at least 1 and max_age {max_age} at least 0")
         self._max_groups, self._max_age, self._seed = max_groups, max_age, seed

@@ -119,7 +119,7 @@ class Stash(Generic[C]):
         tombstones: int = TOMBSTONES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_groups: waiting groups. A trajectory of a further group is refused.
+        """max_groups: most waiting groups. A trajectory of a further group is refused.
 
         timeout_s: seconds on `clock` from the first trajectory of a group to its timeout. on_timeout: `drop` ends the group as
         TIMEOUT. `partial` ends a group with `MIN_PARTIAL` members as PARTIAL, others as TIMEOUT. `error` raises StallError.
@@ -264,7 +264,7 @@ def _wrong_member(key: GroupKey, entry: _Entry[Any] | None, trajectory: Trajecto
 
 
 def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
-    """Whether two trajectories of one member are equal, bit for bit (so NaN equals NaN)."""
+    """Whether arrays, rewards and numbers of two trajectories are equal, bit for bit (NaN equals NaN). Texts are not compared."""
     scalars = [
         (t.prompt_length, str(t.finish_reason), *map(_hex, (t.temperature, t.reward, *(t.turn_rewards or ()))))
         for t in (a, b)

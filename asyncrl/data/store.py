@@ -241,7 +241,7 @@ class Store:
 
     @contextmanager
     def _timed(self, op: str) -> Iterator[None]:
-        """Record the operation in the block in the metrics of the step."""
+        """Record the operation `op`, which the block does, in the step's metrics. Errors: LifecycleError if the store is closed."""
         if self._closed:
             raise LifecycleError(f"cannot {op}: the store is closed")
         started, failed = time.perf_counter(), True

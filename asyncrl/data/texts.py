@@ -40,7 +40,7 @@ def find_stop(text: str, before: str, stop: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Texts of the chat template around an answer of the assistant. All are empty if there is no template."""
+    """Texts of the chat template around an answer of the assistant. All are empty if no template prints a probe conversation."""
 
     head: str = ""  # before an answer
     opening: str = ""  # behind `head` in a generation prompt, such as <think>

@@ -190,7 +190,7 @@ class PromptEncoder:
     def _encode_raw(self, text: str) -> list[int]:
         """Token ids of a text that the template does not render here, with BOS and without EOS.
 
-        A rendered text gets the template's BOS, any other text that of the tokenizer. A BOS in the text is not repeated."""
+        A text without BOS gets BOS: a rendered text if the template writes BOS, any other text if the tokenizer adds BOS."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         # If the openings are set, `_is_rendered` was true for `text`: otherwise `text` would be a message, and would not come here.
         if self._openings is not None:

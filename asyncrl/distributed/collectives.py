@@ -2,7 +2,7 @@
 
     process at the other end    gloo                   nccl
     killed                      the collective fails   the kernel waits for ever
-    stopped, or no network      waits for ever         the kernel waits for ever
+    suspended, or no network    waits for ever         the kernel waits for ever
 
 So a collective is started, and then the lane waits for its end or for a report that a rank is lost (`LostRank.report`). On nccl
 the report also aborts the process group: a kernel that waits for the lost rank ends then, and so does a lane that waits for this
@@ -31,11 +31,11 @@ from ..errors import LifecycleError, RankLost
 # Timeout of a collective and of a call of torch's store. torch counts seconds in which the job was suspended, so a short timeout
 # would end a run that was only suspended. The watchdog and the line end a run that hangs.
 NO_TIMEOUT = timedelta(days=30)
-# Time between two looks at `LostRank.reason` while gloo waits. Gloo itself wakes the lane at the end of a collective.
-_LOOK_EVERY = timedelta(seconds=0.1)
+# Time between two checks of `LostRank.reason` while gloo waits. Gloo itself wakes the lane at the end of a collective.
+_CHECK_EVERY = timedelta(seconds=0.1)
 _PIECE_BYTES = 64 << 20
-# On nccl nothing wakes the lane, so it asks again after 3 % of the time that it has waited, within these bounds in seconds.
-_ASK_AFTER, _ASK_SHORTEST_S, _ASK_LONGEST_S = 0.03, 20e-6, 0.01
+# On nccl nothing wakes the lane, so it polls. A pause is 3 % of the time that the lane has waited, within these bounds in seconds.
+_PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.03, 20e-6, 0.01
 
 
 @dataclass(slots=True)
@@ -180,12 +180,12 @@ class Collectives:
         while not work.is_completed():
             if on_nccl:
                 # `wait` with a timeout would abort the group at the timeout.
-                pause = _ASK_AFTER * (time.monotonic() - started)
-                time.sleep(min(max(pause, _ASK_SHORTEST_S), _ASK_LONGEST_S))
+                pause = _PAUSE_SHARE * (time.monotonic() - started)
+                time.sleep(min(max(pause, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
             else:
                 # Raises at the timeout, too. An error of the collective is raised again below.
                 with contextlib.suppress(RuntimeError):
-                    work.wait(_LOOK_EVERY)
+                    work.wait(_CHECK_EVERY)
             # Only after a wait: a rank that is lost may have finished its part of this collective before.
             if self.lost.reason is not None and not work.is_completed():
                 # The group is never freed: the destructor of a gloo group waits for its collectives, and so for the lost rank.

@@ -1,6 +1,6 @@
 """The lines from generating ranks to training ranks, beside the line to rank 0.
 
-training rank    has a LineServer of its own and tells rank 0 its address; rank 0 uses the server that it has
+training rank    has a LineServer of its own and tells rank 0 its address; rank 0 uses the server of the line to rank 0
 generating rank  asks rank 0 for the address of a training rank when it first needs that rank
 """
 

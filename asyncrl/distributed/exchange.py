@@ -2,7 +2,7 @@
 
 An exchange outlives its connections (`line.py`). Every message has a number. The sender keeps a message until the answer, and sends
 the message again after a reconnection. The receiver starts handlers in the order of the numbers. A message after a gap is ignored,
-because the sender sends it again. A message that has come before gets its answer again, if there is one, and is not handled again.
+because the sender sends it again. A message that arrives twice is handled once; the second time its answer is sent again, if any.
 The receiver keeps an answer until the sender has received the answer.
 """
 
@@ -39,14 +39,14 @@ class _Sent:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """The exchange with one peer, over any number of connections."""
+    """The exchange with one peer, over any number of connections. `here`, `peer`: names of the two ends."""
 
     here: str
     peer: str
     session: str
     handlers: dict[str, Handler]
     transmit: Callable[[Sequence[Buffer]], None]
-    down_since: float | None = None
+    down_since: float | None = None  # time of `awake.now`; None: connected
     error: RankLost | LifecycleError | None = None  # why the exchange has ended
     connection: int = -1  # on a server: descriptor of the newest connection
     _sent: dict[int, _Sent] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Exchange:
         try:
             return self.post(operation, kind, header, buffers, has_place=True)
         except BaseException:
-            # This wakes the next call that waits, which raises the error of the exchange, too.
+            # The release wakes the next call that waits, and that call raises the error of the exchange, too.
             self._window.release()
             raise
 
@@ -142,8 +142,8 @@ class Exchange:
     async def _handle(self, kind: str, header: Any, buffers: Sequence[Buffer]) -> tuple[bytes, Sequence[Buffer]]:
         if kind not in self.handlers:
             raise LifecycleError(f"{self.here} has no handler for {kind!r}, which {self.peer} sent")
-        reply, sent = await self.handlers[kind](self.peer, header, buffers) or (None, ())
-        return orjson.dumps(reply), sent
+        reply, reply_buffers = await self.handlers[kind](self.peer, header, buffers) or (None, ())
+        return orjson.dumps(reply), reply_buffers
 
     def _answer(
         self, number: int, operation: int, kind: str, done: asyncio.Task[tuple[bytes, Sequence[Buffer]]]
@@ -154,8 +154,8 @@ class Exchange:
         if done.cancelled():
             frames = [self._pack(ERROR, number, "LifecycleError", f"{kind!r} was cancelled")]
         elif error is None:
-            reply, sent = done.result()
-            frames = [self._pack(ANSWER, number, "", orjson.Fragment(reply)), *sent]
+            reply, buffers = done.result()
+            frames = [self._pack(ANSWER, number, "", orjson.Fragment(reply)), *buffers]
         elif isinstance(error, AsyncrlError):
             frames = [self._pack(ERROR, number, type(error).__name__, str(error))]
             if operation == TELL:

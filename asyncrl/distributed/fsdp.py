@@ -161,7 +161,7 @@ class ShardedParameters:
 
     def release(self) -> None:
         """Drop every reference to the process group; masters and gradients stay. Call it before this rank leaves its world. A group
-        with references keeps its connections open, and a rank that waits for this one in a collective would wait on.
+        with references keeps its connections open, and a rank that waits for this rank in a collective would go on waiting.
 
         The names below are private to torch. If torch renames them, the connections close when this process ends.
         """
@@ -222,8 +222,8 @@ def _mesh(group: dist.ProcessGroup, grid: Tensor, device: str) -> DeviceMesh:
         return DeviceMesh.from_group(group, device)
     rank = dist.get_rank()
     # Ranks outside of `group`, which only generate, need not take part.
-    own = [next(ranks for ranks in cut if rank in ranks) for cut in (grid.T.tolist(), grid.tolist())]
-    groups = [dist.new_group(ranks, use_local_synchronization=True, timeout=NO_TIMEOUT) for ranks in reversed(own)]
+    column_and_row = [next(ranks for ranks in lines if rank in ranks) for lines in (grid.T.tolist(), grid.tolist())]
+    groups = [dist.new_group(each, use_local_synchronization=True, timeout=NO_TIMEOUT) for each in column_and_row[::-1]]
     return DeviceMesh.from_group(groups[::-1], device, mesh=grid, mesh_dim_names=("copy", "shard"))
 
 

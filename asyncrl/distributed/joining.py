@@ -6,7 +6,7 @@
     node      connects again as `rank N`, and works as a rank that only generates
 
 The books, the prompt cursor and the evaluations count the node when its engine serves weights that are new enough
-(`pumps/follow.py`). Until then nobody waits for it.
+(`pumps/follow.py`). Until then nobody waits for the node.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Joined:
 
 
 class Entrance:
-    """Answers nodes that join, on rank 0. Create it before the line opens."""
+    """Answers nodes that join, on rank 0. Must be created before the line opens."""
 
     def __init__(self, line: LineServer, ranks: int, note: Callable[[str], None]) -> None:
         """`ranks`: the number of ranks of the launcher. `note`: prints a line."""
@@ -56,7 +56,7 @@ class Entrance:
         line.on(JOIN, self._answer)
 
     def open(self, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """Answer from now on. `describe()`: the fields of `Joined` that are the same for every node. Its error refuses the node."""
+        """Answer from now on. `describe()`: the fields of `Joined` that are the same for every node. Its error is the answer."""
         self._describe.set_result(describe)
 
     async def _answer(self, peer: str, node: Mapping[str, Any], _: object) -> tuple[dict[str, Any], tuple[()]]:
@@ -66,10 +66,10 @@ class Entrance:
                 f"{__version__} on this node"
             )
         # A node that gives up cancels its own wait, not the future.
-        told = (await asyncio.shield(self._describe))()
+        shared_fields = (await asyncio.shield(self._describe))()
         rank, self._next = self._next, self._next + 1
         self._note(f"rank {rank} joins: process {node['process']} on {node['host']}")
-        return {**told, "rank": rank}, ()
+        return {**shared_fields, "rank": rank}, ()
 
 
 async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -> Joined:
@@ -77,13 +77,13 @@ async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -
     asyncrl; LifecycleError if the run is about to end."""
     async with LineClient(address, secret, JOINING + secrets.token_hex(8), silence_s=silence_s) as line:
         node = {"asyncrl": __version__, "host": socket.gethostname(), "process": os.getpid()}
-        told, _ = await line.ask(JOIN, node)
-    told |= {name: tuple(told[name]) for name in ("train", "generate")}
-    return Joined(address, secret, **told)
+        fields, _ = await line.ask(JOIN, node)
+    fields |= {name: tuple(fields[name]) for name in ("train", "generate")}
+    return Joined(address, secret, **fields)
 
 
 def require_secret(why: str, environ: Mapping[str, str] | None = None) -> str:
-    """The secret of the environment. `why`: the need for it, for the message. Errors: PlatformError if it is missing or short."""
+    """The secret of the environment. `why`: the first words of the message. Errors: PlatformError for a missing or short secret."""
     secret = (os.environ if environ is None else environ).get(VARIABLE)
     example = 'python -c "import secrets; print(secrets.token_hex())"'
     if secret is None:

@@ -1,13 +1,13 @@
 """Ends this rank when its launcher, torchrun, ends.
 
-A stopped torchrun stops its ranks, with two exceptions. A killed torchrun stops no rank. A torchrun that is stopped while it starts
-ranks does not stop the ranks that already run. Such a rank would still write to a run directory that the next start needs.
+After SIGTERM torchrun stops its ranks, but while it still starts ranks, it does not stop those that run already. A torchrun that is
+killed stops no rank. A rank that survives would still write to a run directory that the next start needs.
 
     the launcher ends after `tie_to_launcher`     ->  the kernel sends this rank SIGTERM, which shuts it down
     the launcher ended before `tie_to_launcher`   ->  the call raises if torchrun's store is gone or this rank is an orphan
 
 One case is not found: the launcher is on another machine than its store, ends in the tenths of a second before the call, and
-orphans are adopted by another process than process 1. Only Linux has this signal.
+orphans are adopted by another process than process 1. Only Linux has the signal at the end of a parent.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class _End:
         self._monitor = opened.get_monitor_socket(_EVENTS)
         self._loop.add_reader(opened.FD, self._read)
         self._loop.add_reader(self._monitor.FD, self._read_events)
-        # zmq signals only what arrives after a first look.
+        # zmq signals only what arrives after a first read.
         self._loop.call_soon(self._read_events)
         self._read_soon()
         return opened
@@ -521,7 +521,7 @@ class LineClient(_End):
             self._probe = self._loop.create_task(self._check_ended())
 
     async def _check_ended(self) -> None:
-        """Lose the server without waiting for `silence_s` if its machine refuses a connection: then only the server has ended."""
+        """Lose the server without waiting for `silence_s` if its machine refuses a connection: the machine runs, the server not."""
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), 1.0)

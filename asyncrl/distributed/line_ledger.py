@@ -40,14 +40,14 @@ _BETWEEN_S = 0.001
 State: TypeAlias = Sequence[Any]
 
 
-class Desk:
-    """The books at rank 0, and the operations of all ranks on them."""
+class LedgerServer:
+    """The books at rank 0, and the operations of all ranks on these books."""
 
     def __init__(self, line: LineServer, books: Reservation) -> None:
         self.ledger = LocalLedger.over(books)
         # Ranks whose last claim got no place, and whose next claim would get none either.
         self._refused = set[int]()
-        # Per rank: set when the rank leaves `_refused` by a change, cleared by the next state that it gets.
+        # Per rank: set when a change removes the rank from `_refused`, cleared by the next state that the rank gets.
         self._claimable = defaultdict[int, asyncio.Event](asyncio.Event)
         line.on("ledger", self._answer)
         line.on("watch", self._watch)
@@ -138,8 +138,8 @@ class Desk:
 class LineLedger:
     """A `ports.Ledger` like `LocalLedger`, for many ranks. Every rank must use the same settings. `async with` is required.
 
-    line: the server of rank 0, or this rank's client of that server. books: the first books; only their settings count on other
-    ranks. The constructor registers the handlers, so rank 0 must make its ledger before other ranks can connect.
+    line: the server of rank 0, or this rank's client of that server. books: rank 0 goes on with these books, other ranks use only
+    their settings. The constructor registers the handlers, so rank 0 must make its ledger before other ranks can connect.
     """
 
     def __init__(
@@ -161,19 +161,19 @@ class LineLedger:
         self._live: dict[int, Ticket] = {}  # groups of this rank without a place
         # Groups of this rank in the step that this rank has not committed.
         self._open: dict[int, Ticket] = {}
-        self._desk = Desk(line, books) if isinstance(line, LineServer) else None
+        self._server = LedgerServer(line, books) if isinstance(line, LineServer) else None
         self._changes = Changes()
         self._statistics = books.statistics()
         self._finished, self._due = False, 0
-        self._awaited: tuple[int, Ticket] | None = None  # (rank, ticket)
+        self._earliest: tuple[int, Ticket] | None = None  # rank and ticket of the next deadline
         self._admit_lock = asyncio.Lock()  # this rank admits in the order of the calls
         self._admitting: asyncio.Future[Any] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()  # a task waits for a change
         self._opened = self._closed = self._stale = False
         self._lost: Exception | None = None
-        if self._desk is not None:
-            self._desk.ledger.on_change = self._on_change
+        if self._server is not None:
+            self._server.ledger.on_change = self._on_change
 
     async def __aenter__(self) -> LineLedger:
         self._opened = True
@@ -325,16 +325,16 @@ class LineLedger:
 
     def lose_generator(self, rank: int) -> list[int]:
         """On rank 0: a rank that only generates is lost. Returns the ids of its groups, for other ranks to play again."""
-        assert self._desk is not None
-        lost = self._desk.ledger.lose_generator(rank)
+        assert self._server is not None
+        lost = self._server.ledger.lose_generator(rank)
         if self._recorder is not None and lost:
             self._recorder.count("groups/dropped/rank lost", len(lost))
         return lost
 
     def loads(self) -> Counter[int]:
         """On rank 0: rank -> its groups without a place."""
-        assert self._desk is not None
-        entries = self._desk.ledger.books.entries.values()
+        assert self._server is not None
+        entries = self._server.ledger.books.entries.values()
         return Counter(entry.rank for entry in entries if not entry.claimed)
 
     async def begin(self, turn: int) -> bool:
@@ -350,11 +350,11 @@ class LineLedger:
 
         Groups of the open step are included until this rank commits, even if another rank has committed the step."""
         live = self._live | self._open
-        if everywhere and self._desk is not None:
-            books = self._desk.ledger.books
+        if everywhere and self._server is not None:
+            books = self._server.ledger.books
             live |= {group_id: entry.ticket for group_id, entry in books.entries.items()}
             if books.turn > self._turn:
-                # Their slots are gone. Only their ids matter.
+                # The slots of these groups are free already. Only the ids matter.
                 live |= {group_id: Ticket(group_id, -1, -1) for group_id in books.last_step if group_id not in live}
         return [ticket for _, ticket in sorted(live.items())]
 
@@ -365,9 +365,9 @@ class LineLedger:
 
     def last_step(self, rank: int) -> list[int]:
         """See `ports.Ledger.last_step`. Only rank 0 has the books."""
-        if self._desk is None:
+        if self._server is None:
             raise LifecycleError("rank 0 has the books of the last step, and only rank 0 may ask for them")
-        return self._desk.ledger.last_step(rank)
+        return self._server.ledger.last_step(rank)
 
     def statistics(self) -> LedgerStatistics:
         """Statistics over all ranks, from the newest known state."""
@@ -378,8 +378,8 @@ class LineLedger:
         """One sentence for error messages: the open step, and the group for which the step waits."""
         s = self.statistics()
         waits = "rank 0 knows the earliest deadline" if s.live else "no group is live"
-        if self._awaited is not None:
-            rank, ticket = self._awaited
+        if self._earliest is not None:
+            rank, ticket = self._earliest
             waits = f"the earliest deadline is {ticket.deadline} (group {ticket.group_id} of rank {rank})"
         return (
             f"turn {s.turn}: {s.claimed} of {self._settings[0]} places claimed, {s.live} live, {s.held} held for publish, "
@@ -388,15 +388,15 @@ class LineLedger:
 
     def remote_cause(self) -> str | None:
         self._refresh()
-        if self._awaited is None or self._awaited[0] == self._rank:
+        if self._earliest is None or self._earliest[0] == self._rank:
             return None
-        rank, ticket = self._awaited
+        rank, ticket = self._earliest
         return f"the open step waits for group {ticket.group_id} of rank {rank}; see the output of that rank"
 
     async def _ask(self, operation: str, *arguments: Any) -> Any:
         """Run an operation on the books. Errors: those of the operation; RankLost if rank 0 is lost."""
-        if self._desk is not None:
-            return await self._desk.run(operation, self._rank, *arguments)
+        if self._server is not None:
+            return await self._server.run(operation, self._rank, *arguments)
         assert isinstance(self._line, LineClient)
         (state, result), _ = await self._line.ask("ledger", [operation, self._rank, *arguments])
         self._set_state(state)
@@ -429,8 +429,8 @@ class LineLedger:
 
     def _post(self, operation: str, *arguments: Any) -> None:
         """Start an operation, and do not wait for its result."""
-        if self._desk is not None:
-            self._desk.undo(operation, self._rank, *arguments)
+        if self._server is not None:
+            self._server.undo(operation, self._rank, *arguments)
         elif isinstance(self._line, LineClient):
             self._line.post("ledger", [operation, self._rank, *arguments])
 
@@ -438,27 +438,27 @@ class LineLedger:
         """On rank 0: the books have changed."""
         if not self._stale:
             self._stale = True
-            # Read once for all changes of a moment.
+            # Read the books once for all changes of this iteration of the loop.
             asyncio.get_running_loop().call_soon(self._refresh)
-        assert self._desk is not None
-        self._desk.tell_claimants()
-        self._changes.number = self._desk.ledger.changes
+        assert self._server is not None
+        self._server.tell_claimants()
+        self._changes.number = self._server.ledger.changes
         self._changes.wake()
 
     def _refresh(self) -> None:
-        if self._stale and self._desk is not None:
+        if self._stale and self._server is not None:
             self._stale = False
             # RuntimeError: another thread, which calls `describe`, found the books in the middle of a change.
             with contextlib.suppress(RuntimeError):
-                self._set_state(self._desk.state(self._rank))
+                self._set_state(self._server.state(self._rank))
 
     def _set_state(self, state: State) -> None:
-        number, statistics, finished, due, *awaited = state
+        number, statistics, finished, due, *earliest = state
         if number < self._changes.number:
             return
         self._statistics, self._finished, self._due = LedgerStatistics(*statistics), finished, due
-        for group in awaited:
-            self._awaited = None if group is None else (group[0], Ticket(*group[1]))
+        for group in earliest:
+            self._earliest = None if group is None else (group[0], Ticket(*group[1]))
         if number > self._changes.number:
             self._changes.number = number
             self._changes.wake()

@@ -1,6 +1,6 @@
 """The reservation rule, as a plain state machine: no waiting, no I/O. The ledgers add waiting and sharing.
 
-Words. `k` groups per step, `m` max_staleness, `v` the turn (steps committed so far), `a` the acknowledged turn: the
+Words. `k` groups per step, `m` max_staleness, `v` the turn (number of committed steps), `a` the acknowledged turn: the
 oldest policy that any engine may still sample from (`a <= v`). `release(t)` by a rank acknowledges
 `t + 1`, and `a` is the least over the ranks. `c` places of the open step are claimed; `live(d)` is the number of live
 groups (admitted, not yet claimed) with deadline `<= d`. A group occupies a slot from its admission until the release of
@@ -167,8 +167,8 @@ class Reservation:
         return rank < len(self.acknowledged) and self.acknowledged[rank] != _NO_ENGINE
 
     def begin(self, turn: int, rank: int) -> bool:
-        """A rank that joined the run generates from now on. Its engines have the weights of the turns below `turn`. False: they are
-        too old for a group that is admitted now, so the rank needs newer weights first."""
+        """A rank that joined the run generates from now on. Its engines have the weights of the turns below `turn`. False: these
+        weights are too old for a group that is admitted now, so the rank needs newer weights first."""
         if turn + self.max_staleness < self.turn:
             return False
         missing = rank + 1 - len(self.acknowledged)
@@ -176,7 +176,7 @@ class Reservation:
         self.acknowledged += [_NO_ENGINE] * missing
         self.exhausted += [True] * missing
         self.acknowledged[rank], self._acknowledged_turn = turn, -1
-        # If the last rank with an engine was lost, it still counts as one that may admit. That ends now.
+        # The last rank with an engine counts as not exhausted even after its loss (`lose_generator`). From now on it is exhausted.
         self.exhausted = [
             done or engine == _NO_ENGINE for done, engine in zip(self.exhausted, self.acknowledged, strict=True)
         ]
@@ -435,7 +435,7 @@ class Reservation:
 
     def lose_generator(self, rank: int) -> list[int]:
         """A rank that only generates is lost. Its groups that have not arrived at a training rank are dropped. No slot waits for
-        its engine. Returns the ids of these groups, which may be admitted again."""
+        its engine any more. Returns the ids of the dropped groups, which may be admitted again."""
         if not self.has_engine(rank):
             return []
         lost = [e.ticket for e in self.entries.values() if e.rank == rank and not e.claimed]

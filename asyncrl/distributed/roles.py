@@ -136,7 +136,7 @@ class Roles:
     def generates(self, rank: int) -> bool:
         return rank in self.generate
 
-    def line(self, rank: int) -> str:
+    def describe(self, rank: int) -> str:
         """A line for the terminal: what this rank does, and why."""
         does = [verb for verb, ranks in (("trains", self.train), ("generates", self.generate)) if rank in ranks]
         only = "" if len(does) == 2 else "only "

@@ -241,8 +241,8 @@ class World(RankInfo, Collectives):
         self._met.store.set("line/0", advertised(server.address, self.master_addr))
 
     def join_line(self, silence_s: float) -> LineClient:
-        """For other ranks: a client for the event loop, not open yet. Blocks until rank 0 has announced its server.
-        Errors: RankLost if rank 0 does not do so in time."""
+        """For ranks above 0: a client for the event loop, not open yet. Blocks until rank 0 has announced its server.
+        Errors: RankLost if rank 0 announces no server in time."""
         try:
             if self.joined is not None:
                 address = self.joined.address

@@ -45,9 +45,9 @@ async def meet_ranks(run: OpenRun) -> None:
         run.journal.live.note(line)
     if world.roles.differ:
         for rank in range(world.world_size) if world.is_first else [world.rank]:
-            run.journal.live.note(world.roles.line(rank))
+            run.journal.live.note(world.roles.describe(rank))
         if not world.is_first and world.joined is None:
-            print(f"asyncrl: {world.roles.line(world.rank)}", flush=True)
+            print(f"asyncrl: {world.roles.describe(world.rank)}", flush=True)
     if world.world_size > 1 or world.roles.differ:
         await _open_line(run)
     if run.line is not None and world.roles.differ:

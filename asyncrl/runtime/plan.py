@@ -49,7 +49,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         f"slots: {slots(config)} groups ({slots(config) * config.rollout.group_size} sequences) over {world.world_size} rank(s)",
         f"per step: {config.rollout.groups_per_step} groups x {config.rollout.group_size} = {per_step} sequences",
         f"staleness bound: a trained token is at most {staleness_bound(config)} policy versions old",
-        *(roles.line(rank) for rank in range(world.world_size) if roles.differ),
+        *(roles.describe(rank) for rank in range(world.world_size) if roles.differ),
     ]
     if verdict is not None:
         from asyncrl.models.loading import parameter_count

@@ -14,7 +14,7 @@ from asyncrl.algorithms.importance import IMPORTANCE_MODES
 from asyncrl.algorithms.registry import ADVANTAGES, LOSSES
 from asyncrl.cli.app import main
 from asyncrl.cli.explain import explain, known
-from asyncrl.config.fields import OTHER_NAMES, knobs
+from asyncrl.config.fields import OTHER_NAMES, config_fields
 from asyncrl.telemetry.budget import KINDS
 from asyncrl.telemetry.explained import metric, metrics
 from asyncrl.telemetry.records import CAUSES
@@ -29,7 +29,7 @@ def test_a_loss_has_formula_paper_and_normaliser(name: str) -> None:
 
 
 def test_every_name_is_explained() -> None:
-    for name in (*ADVANTAGES, *IMPORTANCE_MODES, *known(), *knobs(), *OTHER_NAMES):
+    for name in (*ADVANTAGES, *IMPORTANCE_MODES, *known(), *config_fields(), *OTHER_NAMES):
         assert len(explain(name)) > 40, name
 
 
@@ -141,7 +141,7 @@ def test_every_row_of_the_table_has_unit_meaning_and_a_bad_value_and_names_what_
     for row in metrics().values():
         assert row.unit and row.meaning and row.bad, row.name
         for named in re.findall(r"`([a-z_]+(?:[./][a-z_*/0-9]+)+)`", f"{row.meaning} {row.bad}"):
-            known = named in knobs() or metric(named.replace("*", "reward")) is not None
+            known = named in config_fields() or metric(named.replace("*", "reward")) is not None
             assert known or named in ("config.json", "policy.note", "policy.base_url"), f"{row.name} names {named}"
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.describe import FREE_ON_RESUME, check_resume, diff, help_text, refusal, to_yaml
-from asyncrl.config.fields import knobs
+from asyncrl.config.fields import config_fields
 from asyncrl.config.load import load_config
 from asyncrl.config.methods import SETTINGS
 from asyncrl.config.resolve import PRESETS, last_version, resolve, row_limit, slots, staleness_bound, warnings
@@ -285,9 +285,9 @@ def test_warnings_do_not_refuse() -> None:
 
 def test_help_names_every_knob_with_its_default_and_sentence() -> None:
     text = help_text()
-    for knob in knobs().values():
-        assert f"\n{knob.name}  ({knob.expected}; " in text
-        assert knob.text.split()[0] in text
+    for field in config_fields().values():
+        assert f"\n{field.name}  ({field.expected}; " in text
+        assert field.text.split()[0] in text
     assert all(f"preset={name}" in text for name in PRESETS)
 
 
@@ -316,10 +316,10 @@ def test_diff_and_resume() -> None:
 
 
 def test_what_a_resume_may_change() -> None:
-    free = {name for name in knobs() if refusal(name) is None}
+    free = {name for name in config_fields() if refusal(name) is None}
     assert {name for name in SETTINGS if not SETTINGS[name].fixed} == free & {*SETTINGS}
     assert {"train.lr", "door.ring", "rollout.filter.by", "telemetry.profile.from"} <= free
-    reasons = {name: refusal(name) or "" for name in knobs()}
+    reasons = {name: refusal(name) or "" for name in config_fields()}
     for name, why in {
         "seed": "random numbers",
         "data.shuffle": "other rows",
@@ -332,7 +332,8 @@ def test_what_a_resume_may_change() -> None:
         "algorithm.loss": "another objective",
     }.items():
         assert why in reasons[name]
-    names = {*knobs(), *(name.partition(".")[0] for name in knobs()), *(name.rpartition(".")[0] for name in knobs())}
+    settings = config_fields()
+    names = {*settings, *(name.partition(".")[0] for name in settings), *(name.rpartition(".")[0] for name in settings)}
     assert names >= FREE_ON_RESUME
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.checks import SWITCHED
 from asyncrl.config.describe import to_yaml
-from asyncrl.config.fields import OTHER_NAMES, knobs, nearest_name, sections
+from asyncrl.config.fields import OTHER_NAMES, config_fields, nearest_name, sections
 from asyncrl.config.load import load_config
 from asyncrl.config.methods import SETTINGS
 from asyncrl.config.schema import Config
@@ -53,7 +53,7 @@ def test_a_switch_needs_no_value_and_does_not_eat_the_next_override() -> None:
     assert load_config([], ["--resume"]).resume is True and load_config([], []).resume == "auto"
 
 
-def test_values_of_text_and_list_knobs_are_taken_as_typed() -> None:
+def test_values_of_text_and_list_settings_are_taken_as_typed() -> None:
     config = load_config(
         [],
         [
@@ -221,8 +221,8 @@ def test_a_name_of_another_code_base_finds_ours(meant: str) -> None:
 
 
 def test_every_name_that_is_looked_up_leads_somewhere() -> None:
-    assert set(OTHER_NAMES.values()) <= {*knobs(), *sections()}
-    assert not set(OTHER_NAMES) & set(knobs()), "a knob of ours is no unknown key"
+    assert set(OTHER_NAMES.values()) <= {*config_fields(), *sections()}
+    assert not set(OTHER_NAMES) & set(config_fields()), "a field of ours is no unknown key"
 
 
 @pytest.mark.parametrize("name", ["optim", "gamma", "num_gpus", "disable_dropout", "logging_steps", "ref_model"])
@@ -337,12 +337,12 @@ def test_what_is_dumped_is_read_back(value: dict[str, object]) -> None:
 
 def test_every_knob_has_a_sentence_and_there_are_not_too_many(record_property: Callable[[str, object], None]) -> None:
     """At most a hundred that everybody may have to look at; those of a method are refused while it is not chosen."""
-    assert all(knob.text and knob.expected for knob in knobs().values())
-    own = [name for name in knobs() if name in SETTINGS or name.rpartition(".")[0] in SWITCHED]
-    found = f"{len(knobs()) - len(own)} settings outside of methods, {len(own)} of methods"
+    assert all(field.text and field.expected for field in config_fields().values())
+    own = [name for name in config_fields() if name in SETTINGS or name.rpartition(".")[0] in SWITCHED]
+    found = f"{len(config_fields()) - len(own)} settings outside of methods, {len(own)} of methods"
     record_property("settings", found)
     print(found)
-    assert len(knobs()) - len(own) <= 136, found
+    assert len(config_fields()) - len(own) <= 136, found
 
 
 def test_a_section_that_is_no_mapping_is_named(tmp_path: Path) -> None:
@@ -352,8 +352,8 @@ def test_a_section_that_is_no_mapping_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999"])
 def test_no_setting_takes_infinity_or_nan(value: str) -> None:
-    for name, knob in knobs().items():
-        if not (knob.takes("string") or knob.takes_texts):
+    for name, field in config_fields().items():
+        if not (field.takes("string") or field.takes_texts):
             assert name in complaint(f"{name}={value}")
     assert complaint(f"train.lr={value}").endswith("expected a number >= 0, and finite")
     assert "weight is" in complaint(f"reward.functions=[{{function: 'a.py:f', weight: {value}}}]")

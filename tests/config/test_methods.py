@@ -11,7 +11,7 @@ from asyncrl.algorithms.registry import LOSSES
 from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.checks import SWITCHED
 from asyncrl.config.describe import help_text, to_yaml
-from asyncrl.config.fields import knobs, sections
+from asyncrl.config.fields import config_fields, sections
 from asyncrl.config.load import load_config
 from asyncrl.config.methods import SETTINGS
 from asyncrl.config.resolve import resolve, warnings
@@ -79,6 +79,7 @@ def test_terms_with_different_normalisers_need_the_second_buffer_where_steps_are
         (["loss=vespo", "importance.mode=geometric_truncate"], "use a mode of the token level"),
         (["old_logprobs=sampler", "importance.veto=1e-4"], "may be applied; set importance.veto=null"),
         (["old_logprobs=sampler", "importance.cap=2"], "may be applied; set importance.cap=null"),
+        (["old_logprobs=sampler", "importance.mode=sequence_mask"], "so there are no importance weights"),
         (["old_logprobs=sampler", "force_on_policy=true"], "leave one of the two out"),
         (["force_on_policy=true", "loss=cispo"], "bounds a ratio that is then always 1: use loss=reinforce"),
         (["force_on_policy=true", "loss=sapo"], "bounds a ratio that is then always 1: use loss=grpo"),
@@ -148,7 +149,7 @@ def test_a_resolved_configuration_is_read_back_and_resolved_to_itself(loss: str,
 
 
 def test_every_method_lies_in_a_section_of_its_own() -> None:
-    assert all(name in knobs() for name in SETTINGS)
+    assert all(name in config_fields() for name in SETTINGS)
     assert all(section in sections() for section in SWITCHED)
     losses = [loss for loss in LOSSES.values() if loss.settings()]
     assert all(f"[algorithm.{loss.section}: settings of loss" in help_text() for loss in losses)

@@ -148,7 +148,7 @@ async def test_a_refused_rank_is_told_when_its_claim_succeeds_and_the_others_are
 async def test_the_groups_and_slots_of_a_rank_that_is_lost_are_free() -> None:
     """Rank 0 trains, ranks 1 and 2 generate. Rank 2, which is lost, has all three slots, and one of its groups has arrived."""
     async with many_ranks(3, 3, 0, trainers=(0,)) as (a, b, c):
-        a._desk.ledger.books.set_generating([1, 2])  # type: ignore[union-attr]  # at rank 0
+        a._server.ledger.books.set_generating([1, 2])  # type: ignore[union-attr]  # at rank 0
         one, two, _ = [await fresh(c, group) for group in (1, 2, 3)]
         assert await c.assign(one, 100) == 0 and await a.arrive(one, 2)
         assert await a.claim([one]) == (GRANTED, one)
@@ -411,8 +411,8 @@ async def test_a_rank_waits_for_each_next_change_whatever_it_did_meanwhile(monke
 
 async def test_a_rank_that_does_not_wait_gets_one_state_for_all_changes_of_a_second() -> None:
     async with two_ranks(8, 3) as (a, b):
-        assert a._desk is not None
-        asked, watch = list[int](), a._desk._watch
+        assert a._server is not None
+        asked, watch = list[int](), a._server._watch
 
         async def counted(peer: str, request: Sequence[int], buffers: object) -> Any:
             asked.append(request[1])

@@ -37,13 +37,13 @@ def test_without_roles_every_rank_does_both() -> None:
 def test_counts_give_the_first_ranks_to_training() -> None:
     given = roles(4, train=1, generate=3)
     assert (given.train, given.generate, given.differ) == ((0,), (1, 2, 3), True)
-    assert given.line(2) == "rank 2 only generates (distributed.roles: train rank 0, generate ranks 1-3)"
+    assert given.describe(2) == "rank 2 only generates (distributed.roles: train rank 0, generate ranks 1-3)"
 
 
 def test_a_rank_in_both_lists_does_both() -> None:
     given = roles(4, train=(1, 0), generate=(3, 1, 2))
     assert (given.train, given.generate) == ((0, 1), (1, 2, 3))
-    assert given.line(1).startswith("rank 1 trains and generates (")
+    assert given.describe(1).startswith("rank 1 trains and generates (")
     assert not roles(2, train=(0, 1), generate=(1, 0)).differ
 
 
@@ -73,7 +73,7 @@ def test_no_rank_has_to_generate_if_nodes_may_join() -> None:
         setting = RolesConfig(train=2 if generate == 0 else (0, 1), generate=generate)
         given = Roles.resolve(DistributedConfig(roles=setting, listen="127.0.0.1:0"), 2)
         assert (given.train, given.generate, given.sends) == ((0, 1), (), True)
-        assert "rank 1 only trains (distributed.roles: train ranks 0-1, generate no rank; " in given.line(1)
+        assert "rank 1 only trains (distributed.roles: train ranks 0-1, generate no rank; " in given.describe(1)
         with pytest.raises(ConfigError, match=r"roles\.generate names no rank; .* or distributed\.listen"):
             Roles.resolve(DistributedConfig(roles=setting), 2)
 
@@ -83,8 +83,8 @@ def test_the_training_ranks_form_sets_of_siblings() -> None:
     assert (given.leaders, given.sets) == ((0, 4), [(0, 1), (4, 5)])
     assert (given.siblings(5), given.siblings(2)) == ((4, 5), ())
     assert given.shared(4) == " (rank 4 shares sequences with rank 5: distributed.context)" and not given.shared(2)
-    assert "distributed.context: ranks 4-5 share sequences, led by rank 4)" in given.line(5)
-    assert "share" not in given.line(2)
+    assert "distributed.context: ranks 4-5 share sequences, led by rank 4)" in given.describe(5)
+    assert "share" not in given.describe(2)
     assert [(World(rank, 6, roles=given).leads, World(rank, 6, roles=given).follows) for rank in (4, 5, 2)] == [
         (True, False),
         (False, True),
