@@ -17,7 +17,7 @@ def native_enabled() -> bool:
     return os.environ.get("ASYNCRL_NATIVE", "1") != "0"
 
 
-def install(extra: str) -> str:
+def install_command(extra: str) -> str:
     """The pip command that installs an extra of this package: from the checkout if the package is in one, otherwise by name."""
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "pyproject.toml").exists():

@@ -16,17 +16,17 @@
     |  |- EngineClosed
     |  |- EpisodeLimit              an agent asked for more turns or tokens than its episode may have
     |  `- WorkerDied                a generation worker ended unexpectedly; the message has the end of its output
-    |- TrainStepError           8   groups failed in a step, or its method was called in the wrong state (also RuntimeError)
+    |- TrainStepError           8   groups failed in a step, or a step was used in the wrong state (also RuntimeError)
     |- LedgerError              9   a slot or place was released twice, or without being taken (also RuntimeError)
     |  `- VersionAhead              a token has a policy version that no step has reached (also ValueError)
-    |- LifecycleError          10   opened twice, used after closing, or closed in another task (also RuntimeError)
+    |- LifecycleError          10   an object was opened twice, used after closing, or closed in another task (also RuntimeError)
     |- HookError               13   a function of `Hooks` failed, or returned a wrong value; names the function
     |- RankLost                12   another rank has ended or gives no sign of life (also RuntimeError)
     `- TransportError          11   shared memory failed, or the process at its other end
        |- ArenaOwned                a live process owns the segment
        |- OutOfMemory               a device, a slab or /dev/shm has no room (also MemoryError)
        |- SegmentDamaged            the file of the segment cannot be read; its data is kept
-       |- RecordError               this version cannot read the bytes as a record (also ValueError)
+       |- RecordError               bytes cannot be read as a record, or trajectories cannot be made into one (also ValueError)
        |- RecordTooLarge            the record can never fit (also ValueError)
        |- RingFull                  no room before the deadline (also TimeoutError)
        `- RingDetached              the owner of the ring has ended, or refused this producer (also ConnectionError)
@@ -190,7 +190,7 @@ class SegmentDamaged(TransportError):
 
 
 class RecordError(TransportError, ValueError):
-    """The bytes of a record are incomplete or damaged, or only a newer version can read the record."""
+    """The bytes of a record are incomplete, damaged or of a newer version, or a producer's trajectories make no valid record."""
 
 
 class RecordTooLarge(TransportError, ValueError):

@@ -3,8 +3,8 @@
 Exit codes are those of `asyncrl.errors` (0 done, 1 unexpected, 2 configuration, 3 divergence, 4 stall, ...). After SIGINT,
 SIGTERM or SIGHUP the run aborts the open step, saves the last version (`checkpoint.save_final`), and exits with 130, 143 or 129.
 A second SIGINT or SIGTERM ends the process at once, with two exceptions. No signal interrupts a checkpoint that is being written.
-A signal within `AGAIN_AFTER_S` of the first is ignored: if a whole job is stopped, each rank gets SIGTERM twice, from the user and
-from torchrun. If torchrun ends, its ranks get SIGTERM (distributed/launcher.py). A closed stdout or stderr does not end a run.
+A signal within `SECOND_SIGNAL_AFTER_S` of the first is ignored: if a job is stopped, each rank gets SIGTERM twice, from the user
+and from torchrun. If torchrun ends, its ranks get SIGTERM (distributed/launcher.py). A closed stdout or stderr ends no run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from asyncrl.runtime.runtime import RunSummary, Runtime
     from asyncrl.transport.rings.record_ring import RecordRing
 
-AGAIN_AFTER_S = 5.0
+SECOND_SIGNAL_AFTER_S = 5.0
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-run [--assume-devices 8xH100]] [--help]"
 
@@ -204,7 +204,7 @@ async def _run(config: Config, launcher: Launcher | None, world: World | None) -
         nonlocal stopped_at
         if stop_signals:
             # A terminal that closes sends SIGHUP twice.
-            if received is not signal.SIGHUP and loop.time() - stopped_at >= AGAIN_AFTER_S:
+            if received is not signal.SIGHUP and loop.time() - stopped_at >= SECOND_SIGNAL_AFTER_S:
                 _end_at_once(received, runtime)
             return
         stop_signals.append(received)
@@ -219,7 +219,7 @@ async def _run(config: Config, launcher: Launcher | None, world: World | None) -
         why = f"torchrun (process {launcher.pid}) has ended" if launcher and launcher.has_ended else received.name
         save = " and writing a checkpoint" if config.checkpoint.save_final else ""
         doing = f"aborting the open step{save}" if world is None else "leaving the run"
-        text = f"\nasyncrl: {why}: {doing}; another signal after {AGAIN_AFTER_S:g} s ends the process at once"
+        text = f"\nasyncrl: {why}: {doing}; another signal after {SECOND_SIGNAL_AFTER_S:g} s ends the process at once"
         print(text, file=sys.stderr, flush=True)
 
     for handled in STOPPED_BY:

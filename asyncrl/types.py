@@ -335,8 +335,8 @@ class StepResult:
 
 
 class PostedVersion(NamedTuple):
-    """A version on the weight board, and the half that contains its weights. `outputs`: the trainer's log-probs of a fixed row of
-    tokens (models/outputs.py). None: workers do not compare this version."""
+    """A version on the weight board, and the half of the board that has its weights. `outputs`: the trainer's log-probs of a fixed
+    row of tokens (models/outputs.py). None: workers do not compare this version."""
 
     version: int
     half: int

@@ -64,7 +64,7 @@ def replace_directory(new: Path, target: Path, replaced: Path) -> None:
 
 
 def replace_link(link: Path, target: str, temporary: Path) -> None:
-    """Make `link` a symbolic link to `target`, a name in the same directory. An older link is replaced atomically."""
+    """Make `link` a symbolic link to `target`, a name in the same directory. A rename of `temporary` replaces an older link."""
     os.symlink(target, temporary)
     os.replace(temporary, link)
     sync_directory(link.parent)

@@ -37,7 +37,7 @@ class Comparison:
     """The result of comparing a checkpoint's files with its manifest. `str()` gives one line for a user."""
 
     files: int  # the manifest included
-    bytes: int
+    bytes: int  # of these files, by the manifest
     has_checksums: bool
     faults: tuple[str, ...]  # a sentence for each damaged file
 

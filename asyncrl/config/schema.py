@@ -321,7 +321,7 @@ class DistributedConfig(SettingsSection):
     sharding: Literal["replicate", "fsdp"] = field(
         "replicate",
         "`replicate`: every rank holds all masters, gradients and optimizer state; gradients are summed once a step. `fsdp`: "
-        "each rank holds a part; weights are gathered and gradients summed once a step, or once a round if memory is short. "
+        "each rank holds a part; weights are gathered and gradients summed once a step, or per microbatch if memory is short. "
         "Left out, with several ranks on GPUs: fsdp if the state of `replicate` takes more than 70 % of a GPU.",
     )
     roles: RolesConfig = RolesConfig()

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from asyncrl.builds import install
+from asyncrl.builds import install_command
 from asyncrl.config.hub import hub_error
 from asyncrl.config.imports import installed, load_object, raised, user_code
 from asyncrl.errors import DataError
@@ -192,7 +192,7 @@ def require_data_hub(source: str) -> None:
     name = source.split(":")[0]
     prefix = _NO_FILE_MESSAGE.format(name, Path.cwd())
     if not installed("datasets"):
-        raise DataError(f"{prefix} it needs the package `datasets`: {install('datasets')}")
+        raise DataError(f"{prefix} it needs the package `datasets`: {install_command('datasets')}")
     import datasets
 
     cached = Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()

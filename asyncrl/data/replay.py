@@ -39,7 +39,7 @@ MIN_WEIGHT = 1e-8  # of a group in a draw
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class BufferedGroup:
     """A group in the buffer, without texts and columns, and its priority. Of metadata only `SILENT` (records/check.py) is kept."""
 
     group: Group
@@ -68,7 +68,7 @@ class ReplayBuffer:
         if max_groups < 1 or max_age < 0:
             raise ValueError(f"replay: max_groups {max_groups} must be at least 1 and max_age {max_age} at least 0")
         self._max_groups, self._max_age, self._seed = max_groups, max_age, seed
-        self._stored: dict[int, Stored] = {}  # by group id, oldest first
+        self._stored: dict[int, BufferedGroup] = {}  # by group id, oldest first
         self.evicted = 0  # groups that were too old
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class ReplayBuffer:
             if value <= self._stored[weakest].priority:
                 return False
             del self._stored[weakest]
-        self._stored[group.group_id] = Stored(_stripped(group), value)
+        self._stored[group.group_id] = BufferedGroup(_stripped(group), value)
         return True
 
     def draw(self, version: int, key: Sequence[int], without: Collection[int] = ()) -> Group | None:
@@ -114,7 +114,7 @@ class ReplayBuffer:
         self.evicted += len(old)
         return len(old)
 
-    def snapshot(self) -> tuple[Stored, ...]:
+    def snapshot(self) -> tuple[BufferedGroup, ...]:
         """The groups in the buffer, as an immutable copy that any thread may read."""
         return tuple(self._stored.values())
 
@@ -126,12 +126,12 @@ class ReplayBuffer:
         self._stored = {stored[index].group.group_id: stored[index] for index in sorted(strongest)}
 
 
-def encode(stored: Sequence[Stored]) -> dict[str, Any]:
+def encode(stored: Sequence[BufferedGroup]) -> dict[str, Any]:
     """A JSON value: for each group a record (records/layout.py), compressed by zlib and encoded in base64."""
     return {"groups": [_encode_group(s) for s in stored]}
 
 
-def decode(state: Mapping[str, Any]) -> list[Stored]:
+def decode(state: Mapping[str, Any]) -> list[BufferedGroup]:
     """The inverse of `encode`. Errors: DataError for a damaged value."""
     try:
         return [_decode_group(text) for text in state["groups"]]
@@ -142,7 +142,7 @@ def decode(state: Mapping[str, Any]) -> list[Stored]:
         ) from error
 
 
-def _encode_group(stored: Stored) -> str:
+def _encode_group(stored: BufferedGroup) -> str:
     group, ticket = stored.group, stored.group.ticket
     kept = {
         "oldest": ticket.oldest,
@@ -154,12 +154,12 @@ def _encode_group(stored: Stored) -> str:
     return base64.b64encode(zlib.compress(record, 1)).decode()
 
 
-def _decode_group(text: str) -> Stored:
+def _decode_group(text: str) -> BufferedGroup:
     record = read(zlib.decompress(base64.b64decode(text)))
     kept, members = group_metadata(record), tuple(trajectories_of(record))
     ticket = Ticket(record.group, kept["oldest"], kept["deadline"])
     prompt = Prompt(record.group, members[0].tokens[: members[0].prompt_length], "", {}, kept["epoch"])
-    return Stored(Group(ticket, prompt, members), kept["priority"])
+    return BufferedGroup(Group(ticket, prompt, members), kept["priority"])
 
 
 def _stripped(group: Group) -> Group:

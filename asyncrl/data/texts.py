@@ -104,7 +104,7 @@ class CompletionText:
         self._keeps_special, self._keeps_stop, self._keeps_opening = special_tokens, stop, opened
         self._recorder = recorder
         self._special = special_ids(tokenizer)
-        self._has_text = _has_text(tokenizer)
+        self._has_text = _text_mask(tokenizer)
         self.turn = Turn.of(tokenizer, arguments or {})
         self._cached_generation_prompt = lru_cache(maxsize=256)(self._find_generation_prompt)  # a group has one prompt
 
@@ -181,7 +181,7 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(getattr(tokenizer, "all_special_ids", ())) | {i for i, token in added if token.special}
 
 
-def _has_text(tokenizer: Any) -> Any:
+def _text_mask(tokenizer: Any) -> Any:
     """[largest id + 2] bool: whether an id has a token; the last value is for all larger ids. None without `get_vocab`."""
     ids = list(tokenizer.get_vocab().values()) if hasattr(tokenizer, "get_vocab") else []
     if not ids:
@@ -214,7 +214,7 @@ def notes(config: Config, tokenizer: Any, ends: Collection[int], vocabulary: int
                 f"the chat template ends turns with {(special or [turn.closing])[0]!r}, which ends no completion (tokens that "
                 f"end a completion: {end_texts}), so the model continues after its turn; {fix}"
             )
-    has_text = _has_text(tokenizer)
+    has_text = _text_mask(tokenizer)
     unknown = [] if has_text is None else [i for i in range(vocabulary) if i >= has_text.size or not has_text[i]]
     if unknown:
         has_gaps = unknown[-1] - unknown[0] >= len(unknown)

@@ -14,7 +14,7 @@ import anyio
 
 from ..concurrency.offload import offload
 from .line import LineClient, LineServer
-from .values import Values
+from .values import KeyValues
 
 _HERE, _WHERE = "training/here", "training/where"
 
@@ -29,7 +29,7 @@ class Connections:
         self._clients: dict[int, LineClient] = {}
         self._lock = anyio.Lock()
         # On rank 0: training rank -> address of its server.
-        self._addresses = Values()
+        self._addresses = KeyValues()
         if isinstance(line, LineServer):
             line.on(_HERE, self._addresses.answer)
             line.on(_WHERE, self._addresses.answer)

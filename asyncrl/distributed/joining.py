@@ -31,7 +31,7 @@ JOINING = "joining node "
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedRun:
     """What a node that joins knows of the run. `rank`: the number of the node. `base`: see `pumps.pipeline.Ports`. `version`: of
     the weights. `config`: the resolved configuration of the run, in JSON types."""
 
@@ -56,7 +56,7 @@ class Entrance:
         line.on(JOIN, self._answer)
 
     def open(self, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """Answer from now on. `describe()`: the fields of `Joined` that are the same for every node. Its error is the answer."""
+        """Answer from now on. `describe()`: the fields of `JoinedRun` that are the same for all nodes. The node gets its errors."""
         self._describe.set_result(describe)
 
     async def _answer(self, peer: str, node: Mapping[str, Any], _: object) -> tuple[dict[str, Any], tuple[()]]:
@@ -72,14 +72,14 @@ class Entrance:
         return {**shared_fields, "rank": rank}, ()
 
 
-async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -> Joined:
+async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -> JoinedRun:
     """Errors: RankLost if no run with this secret answers at `address` within `silence_s`; ConfigError for another version of
     asyncrl; LifecycleError if the run is about to end."""
     async with LineClient(address, secret, JOINING + secrets.token_hex(8), silence_s=silence_s) as line:
         node = {"asyncrl": __version__, "host": socket.gethostname(), "process": os.getpid()}
         fields, _ = await line.ask(JOIN, node)
     fields |= {name: tuple(fields[name]) for name in ("train", "generate")}
-    return Joined(address, secret, **fields)
+    return JoinedRun(address, secret, **fields)
 
 
 def require_secret(why: str, environ: Mapping[str, str] | None = None) -> str:

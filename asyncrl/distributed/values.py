@@ -13,11 +13,11 @@ import torch.distributed as dist
 from ..errors import LifecycleError
 from .exchange import Answer, Buffer
 
-# (request, buffers) -> answer of `Values.answer`
+# (request, buffers) -> answer of `KeyValues.answer`
 Call = Callable[[Any, Sequence[Buffer]], Awaitable[Answer]]
 
 
-class Values:
+class KeyValues:
     """The values, for one event loop. `answer` is a handler of the line."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, LifecycleError, PlatformError, RankLost
 from .collectives import NO_TIMEOUT as _NO_TIMEOUT
 from .collectives import Collectives, LostRank, abort
-from .joining import Joined, require_secret
+from .joining import JoinedRun, require_secret
 from .line import LineClient, LineServer
 from .rendezvous import RankInfo, Rendezvous, advertised, meet
 from .roles import Roles
@@ -31,7 +31,7 @@ class World(RankInfo, Collectives):
 
     roles: Roles = field(default_factory=Roles)  # `runtime/decided.py` sets it, before `open`
     # Set on a node that joined a run. `open` is not called there: the node is the only rank of its own world.
-    joined: Joined | None = None
+    joined: JoinedRun | None = None
     ended_well: bool = False  # on a joined node: rank 0 ended the run without an error
     notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, set by `open`
     lost: LostRank = field(default_factory=LostRank, repr=False)

@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 import orjson
 
-from asyncrl.builds import install
+from asyncrl.builds import install_command
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.errors import ConfigError, LifecycleError
@@ -33,7 +33,7 @@ try:
     from aiohttp.http_exceptions import HttpProcessingError
 except ImportError as error:
     raise ConfigError(
-        f"the HTTP door needs aiohttp, which is not installed; {install('http')}, or push through shared memory "
+        f"the HTTP door needs aiohttp, which is not installed; {install_command('http')}, or push through shared memory "
         "(asyncrl.client)"
     ) from error
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import numpy as np
 
-from asyncrl.builds import install
+from asyncrl.builds import install_command
 from asyncrl.checkpoint.store import require_intact_model
 from asyncrl.config.hub import require_hub
 from asyncrl.config.imports import check_address, installed
@@ -317,7 +317,7 @@ def _packages(config: Config) -> Iterator[tuple[str, str, str]]:
 
 def _check_package(setting: str, package: str, extra: str) -> None:
     if not installed(package):
-        raise ConfigError(f"{setting}, and the package {package} is not installed: `{install(extra)}`")
+        raise ConfigError(f"{setting}, and the package {package} is not installed: `{install_command(extra)}`")
 
 
 @dataclass(frozen=True, slots=True)

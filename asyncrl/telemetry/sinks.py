@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from asyncrl.builds import install
+from asyncrl.builds import install_command
 
 from ..errors import ConfigError
 from .trace import dump
@@ -319,7 +319,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _missing_message(name: str) -> str:
-    return f"telemetry.sinks has {name!r}, and that package is not installed: `{install(name)}`"
+    return f"telemetry.sinks has {name!r}, and that package is not installed: `{install_command(name)}`"
 
 
 class Sinks:

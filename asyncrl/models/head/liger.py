@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.builds import install
+from asyncrl.builds import install_command
 from asyncrl.errors import ConfigError
 
 from .logprobs import Columns, HeadKernel, HeadPasses, TorchPasses
@@ -93,7 +93,7 @@ def _missing_requirement(device: torch.device, dtype: torch.dtype) -> str | None
     if dtype not in (torch.float32, torch.bfloat16):
         return f"Liger's kernels compute in float32, which is not precise enough for {dtype}"
     if importlib.util.find_spec("liger_kernel") is None:
-        return f"liger-kernel is not installed ({install('liger')})"
+        return f"liger-kernel is not installed ({install_command('liger')})"
     return None
 
 

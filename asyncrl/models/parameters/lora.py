@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.builds import install
+from asyncrl.builds import install_command
 from asyncrl.config.schema import LoraConfig
 from asyncrl.errors import ConfigError
 
@@ -274,7 +274,7 @@ def require_peft() -> None:
     """Errors: ConfigError if peft, which writes the adapters' files, is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
-            f"model.lora.rank is set, but peft is not installed; run `{install('lora')}`, or leave model.lora out"
+            f"model.lora.rank is set, but peft is not installed; run `{install_command('lora')}`, or leave model.lora out"
         )
 
 
