@@ -283,7 +283,7 @@ def test_warnings_do_not_refuse() -> None:
         assert [word in text for text in warnings(resolve(config(override)))] == [True], override
 
 
-def test_help_names_every_knob_with_its_default_and_sentence() -> None:
+def test_help_names_every_setting_with_its_default_and_sentence() -> None:
     text = help_text()
     for field in config_fields().values():
         assert f"\n{field.name}  ({field.expected}; " in text
@@ -332,8 +332,7 @@ def test_what_a_resume_may_change() -> None:
         "algorithm.loss": "another objective",
     }.items():
         assert why in reasons[name]
-    settings = config_fields()
-    names = {*settings, *(name.partition(".")[0] for name in settings), *(name.rpartition(".")[0] for name in settings)}
+    names = {part for name in reasons for part in (name, name.partition(".")[0], name.rpartition(".")[0])}
     assert names >= FREE_ON_RESUME
 
 

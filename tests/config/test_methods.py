@@ -78,7 +78,6 @@ def test_terms_with_different_normalisers_need_the_second_buffer_where_steps_are
         (["loss=vespo", "importance.mode=sequence_mask"], "use a mode of the token level"),
         (["loss=vespo", "importance.mode=geometric_truncate"], "use a mode of the token level"),
         (["old_logprobs=sampler", "importance.veto=1e-4"], "may be applied; set importance.veto=null"),
-        (["old_logprobs=sampler", "importance.cap=2"], "may be applied; set importance.cap=null"),
         (["old_logprobs=sampler", "importance.mode=sequence_mask"], "so there are no importance weights"),
         (["old_logprobs=sampler", "force_on_policy=true"], "leave one of the two out"),
         (["force_on_policy=true", "loss=cispo"], "bounds a ratio that is then always 1: use loss=reinforce"),

@@ -91,15 +91,14 @@ def test_files_and_settings_that_pages_name_exist() -> None:
     """In backticks: `models/rotary.py` is the end of a path, `train.lr` a setting, `reward.text` a section."""
     folders = [ROOT / name for name in ("asyncrl", "client", "docs", "examples", "tests", "tools", ".github")]
     files = {f"/{path.relative_to(ROOT)}" for folder in folders for path in folder.rglob("*.*")}
-    settings = config_fields()
-    sections = {name.rpartition(".")[0] for name in settings}
-    starts = {name.partition(".")[0] for name in settings}
+    names = {part for name in config_fields() for part in (name, name.rpartition(".")[0])}
+    starts = {name.partition(".")[0] for name in names}
     for page in PAGES:
         for word in re.findall(r"`([\w./-]+)`", page.read_text()):
             if re.fullmatch(r"(?!runs/|state/|profile/)[\w-]+(/[\w-]+)+\.(py|c|cpp|h|md|yaml|json|png)", word):
                 assert any(file.endswith(f"/{word}") for file in files), f"{page.name}: there is no {word}"
             elif re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", word) and word.partition(".")[0] in starts - {"run"}:
-                known = word in settings or word in sections or word.endswith((".py", ".yaml", ".jsonl", ".json"))
+                known = word in names or word.endswith((".py", ".yaml", ".jsonl", ".json"))
                 assert known, f"{page.name}: there is no setting {word}"
 
 
