@@ -335,9 +335,7 @@ def test_what_is_dumped_is_read_back(value: dict[str, object]) -> None:
     assert parse_file(dump(value), "x")[0] == value
 
 
-def test_every_setting_has_a_sentence_and_there_are_not_too_many(
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_every_setting_has_a_text_and_few_exist(record_property: Callable[[str, object], None]) -> None:
     """At most a hundred that everybody may have to look at; those of a method are refused while it is not chosen."""
     assert all(field.text and field.expected for field in config_fields().values())
     own = [name for name in config_fields() if name in SETTINGS or name.rpartition(".")[0] in SWITCHED]
