@@ -162,7 +162,7 @@ class LedgerError(AsyncrlError, RuntimeError):
 
 
 class VersionAhead(LedgerError, ValueError):
-    """A token has a version that no step has reached. It comes from another policy, or from an earlier run of the same name."""
+    """A token has a version that no step has reached: it is of another policy, or of an earlier run of this name."""
 
 
 class LifecycleError(AsyncrlError, RuntimeError):

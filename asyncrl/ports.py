@@ -47,7 +47,7 @@ class Engine(Protocol):
         ...
 
     def statistics(self) -> dict[str, float]:
-        """Counts by name: `running` and `waiting` requests, `tokens` sampled so far, `decode_steps`, and more."""
+        """Counts by name: `running` and `waiting` requests, all sampled `tokens`, `decode_steps`, and more."""
         ...
 
 

@@ -61,7 +61,7 @@ class HashedFile(io.BufferedWriter):
         return super().write(chunk)
 
     def hexdigest(self) -> str:
-        """SHA-256 of all bytes written so far."""
+        """SHA-256 of the bytes that were written."""
         return self._hash.hexdigest()
 
 

@@ -1,6 +1,6 @@
 """Checks the values of a configuration. Every complaint names the value, the reason and a remedy.
 
-Each check is a generator of sentences. `complaints` runs all checks. Those of losses and advantages are in `check_losses.py`.
+Each check is a generator of sentences. `complaints` runs all checks. Checks of losses and advantages are in `check_losses.py`.
 """
 
 from __future__ import annotations

@@ -368,8 +368,8 @@ def _set_source(part: npt.NDArray[np.int64], row: _PackedRow, segment: _Segment,
     """Set `part` to the packed indices of the tokens that predict the scored tokens of a segment, which ends with node `end`."""
     scored, node, remaining = row.scored[segment.first : segment.last], end, segment.last - segment.first
     while remaining:
-        # `start`: the index in the trajectory that the node's first token would have, if the segment reached back so far. `first`:
-        # the index in `scored` of the first token that a token of this node predicts.
+        # `start`: the index in the trajectory that the node's first token would have, if the segment began at that token or before.
+        # `first`: the index in `scored` of the first token that a token of this node predicts.
         start = node.depth - segment.position + segment.start
         if row.scored_slice is not None:
             first = max(0, start + 1 - row.scored_slice.start - segment.first)

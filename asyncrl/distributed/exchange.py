@@ -54,7 +54,7 @@ class Exchange:
     _window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WINDOW))
     _expected: int = 0  # number of the next message to handle
     _running: dict[int, asyncio.Task[tuple[bytes, Sequence[Buffer]]]] = field(default_factory=dict)
-    _answers: dict[int, list[Buffer]] = field(default_factory=dict)  # whose receipt is not confirmed
+    _answers: dict[int, list[Buffer]] = field(default_factory=dict)  # until their receipt is confirmed
     _confirmed: int = 0  # the peer has the answers to its messages below this number
 
     async def ask(self, kind: str, header: Any, buffers: Sequence[Buffer]) -> Answer:

@@ -1,7 +1,7 @@
 """Ends this rank when its launcher, torchrun, ends.
 
-After SIGTERM torchrun stops its ranks, but while it still starts ranks, it does not stop those that run already. A torchrun that is
-killed stops no rank. A rank that survives would still write to a run directory that the next start needs.
+A torchrun that gets SIGTERM stops its ranks, unless it is still starting ranks: then the ranks that run already go on. A torchrun
+that gets SIGKILL stops no rank. A rank that goes on would write to a run directory that the next start needs.
 
     the launcher ends after `tie_to_launcher`     ->  the kernel sends this rank SIGTERM, which shuts it down
     the launcher ended before `tie_to_launcher`   ->  the call raises if torchrun's store is gone or this rank is an orphan

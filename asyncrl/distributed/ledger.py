@@ -133,7 +133,7 @@ class LocalLedger:
             self._changed()
 
     async def exhaust(self, rank: int = 0) -> None:
-        """No more groups will be admitted: a step whose last live group was claimed counts as full."""
+        """`rank` admits no more groups. After a call for each rank, a step whose last live group was claimed counts as full."""
         self.books.exhausted[rank] = True
         self._changed()
 

@@ -3,7 +3,7 @@
     rank 0           [operation, rank, ...] --> LocalLedger --> [state of the books for the rank, result]
     other ranks      the same request, as a message "ledger" of the line
     the other ranks  ask "watch" again and again: the answer is the state after the next change. A rank that does not wait for a
-                     change asks once a second, for its watchdog; with roles it never asks, because rank 0 watches all groups
+                     change asks once a second, for its watchdog, or with roles not at all: then only rank 0 watches the groups
 
 A rank keeps its own tickets and the newest state. So a question about its own groups needs no message.
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
 
 _SETTINGS = ("groups_per_step", "max_staleness", "late", "warmup", "by_rank")
-_EVERY_S = 1.0  # between two states of a rank that does not wait
+_EVERY_S = 1.0  # between two states for a rank that does not wait
 # The pause between two states of a rank is this time for each rank that asks. So the states take at most a tenth of rank 0's loop.
 _BETWEEN_S = 0.001
 # [number of the change, statistics, finished, due], then rank and ticket of the group that the open step waits for, or None.
@@ -104,7 +104,7 @@ class LedgerServer:
         return None
 
     def undo(self, operation: str, rank: int, *arguments: Any) -> None:
-        """Undo an operation whose caller was cancelled."""
+        """`withdraw` undoes an `admit`, `unclaim` undoes a `claim`, after their caller was cancelled. Other operations: nothing."""
         match operation, arguments:
             case "withdraw", (group_id,):
                 self.ledger.withdraw(group_id, rank)
