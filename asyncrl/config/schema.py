@@ -328,7 +328,7 @@ class DistributedConfig(SettingsSection):
     context: int = field(
         1,
         "Ranks that train each sequence together, for sequences too long for one device: each rank computes a part of the tokens. "
-        "The training ranks form sets of this size, in order. It must divide the numbers of training ranks and attention heads.",
+        "The training ranks form sets of this size, in order. This must divide the number of training ranks and of heads.",
         ge=1,
     )
     listen: str | None = field(

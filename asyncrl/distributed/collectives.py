@@ -94,7 +94,7 @@ class Collectives:
         return self.reduce_gradients_(values)
 
     def reduce_gradients_(self, flat: torch.Tensor, group: Any = None) -> torch.Tensor:
-        """Sum the flat gradient buffer over the ranks, in place, without a mean. Returns `flat`. `group`: only these ranks; None: all."""
+        """Sum the flat gradient buffer over the ranks, in place. Returns `flat`. `group`: only these ranks; None: all ranks."""
         if self._has_other_ranks():
             self._run(lambda: dist.all_reduce(flat, group=group or self.group, async_op=True))
         return flat

@@ -56,7 +56,7 @@ class Entrance:
         line.on(JOIN, self._answer)
 
     def open(self, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """Answer from now on. `describe()`: the fields of `JoinedRun` that are the same for all nodes. Its errors go to the node."""
+        """Answer from now on. `describe()`: the fields of `JoinedRun` that all nodes share. Its errors go to the node."""
         self._describe.set_result(describe)
 
     async def _answer(self, peer: str, node: Mapping[str, Any], _: object) -> tuple[dict[str, Any], tuple[()]]:
