@@ -193,7 +193,7 @@ class Ledger(Protocol):
         ...
 
     async def arrive(self, ticket: Ticket, sender: int) -> bool:
-        """Move a group from the rank `sender` to this rank. False: `sender` has lost the group, so the caller must discard it.
+        """Move a group from the rank `sender` to this rank. False: `sender` has the group no more, so the caller discards it.
         A repeated call has the same result until the group is trained or dropped. Errors: LedgerError if `sender` is lost."""
         ...
 

@@ -52,8 +52,8 @@ class Normaliser(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Temperature 0 is greedy. Filters, penalties and bans are off by default. They apply in this order: bias, the
-    three penalties, bans (`bad_words`; stop tokens before `min_tokens`), temperature, top_k, top_p, min_p.
+    """How to sample. Temperature 0 is greedy. Filters, penalties and bans are off by default. Order of application: bias, repetition
+    penalty, frequency and presence penalty, bans (`bad_words`; stop tokens before `min_tokens`), temperature, top_k, top_p, min_p.
 
     logit_bias: token id -> number from -100 to 100 that is added to the logit of the token. repetition_penalty: for tokens in
     prompt and completion, as in transformers and vLLM. frequency_penalty, presence_penalty: for tokens in the completion, as in

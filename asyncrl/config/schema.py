@@ -36,7 +36,7 @@ class LoraConfig(SettingsSection):
     alpha: float = field(32.0, "The adapters' product is scaled by alpha / rank.", gt=0)
     target_modules: tuple[str, ...] = field(
         ("all-linear",),
-        "Layers with adapters, by the end of their name as in peft; all-linear: all linear ones but the head.",
+        "Layers with adapters, by the end of their name as in peft; all-linear: all linear layers but the head.",
     )
     target_parameters: tuple[str, ...] = field(
         (),
@@ -328,7 +328,7 @@ class DistributedConfig(SettingsSection):
     context: int = field(
         1,
         "Ranks that train each sequence together, for sequences too long for one device: each rank computes a part of the tokens. "
-        "The training ranks form sets of this size, in order. This must divide the number of training ranks and of heads.",
+        "The training ranks form sets of this size, in order. This must divide the numbers of training ranks and attention heads.",
         ge=1,
     )
     listen: str | None = field(
