@@ -52,7 +52,7 @@ class Normaliser(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Temperature 0 is greedy. Filters, penalties and bans are off by default. Order of application: bias, repetition
+    """How to sample. Temperature 0 is greedy. Filters, penalties and bans are off by default. The order: bias, repetition
     penalty, frequency and presence penalty, bans (`bad_words`; stop tokens before `min_tokens`), temperature, top_k, top_p, min_p.
 
     logit_bias: token id -> number from -100 to 100 that is added to the logit of the token. repetition_penalty: for tokens in
