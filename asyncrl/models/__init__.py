@@ -2,7 +2,8 @@
 
 Start reading in `policy.py` and `paths.py`.
 
-    loading, parameters/    loading weights (reading: in a worker), one flat buffer for all weights, adapters
+    loading, reading        a policy from files, or in a worker from the weight board
+    parameters/             one flat buffer for all weights; adapters
     fused/                  decoder layers of known parts, forward and backward written by hand
     attention/              attention over packed prefix trees
     plain                   transformers' own forward, for every other model

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 
 @torch.no_grad()
-def is_plain(module: nn.Module) -> bool:
-    """Whether `embed` can replace the module: `module` must be a lookup, optionally scaled by `embed_scale` as in Gemma."""
+def is_lookup(module: nn.Module) -> bool:
+    """Whether `embed` can replace the module: a lookup and nothing else, or one that is scaled by `embed_scale` as in Gemma."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
         return False
     if type(module) is nn.Embedding:
@@ -31,7 +31,7 @@ def is_plain(module: nn.Module) -> bool:
 def embed(module: nn.Embedding, tokens_T: Tensor, grad_buffer_VE: Tensor) -> Tensor:
     """[T] -> [T, E]. Backward adds to `grad_buffer_VE`, in the buffer's dtype. Autograd adds nothing to `module.weight.grad`.
 
-    As in `nn.Embedding`, the row `padding_idx` gets no gradient.
+    As in `nn.Embedding`, the row of token `padding_idx` gets no gradient.
     """
     rows: Tensor = _Embed.apply(module.weight, tokens_T, grad_buffer_VE, module.padding_idx)
     return rows if type(module) is nn.Embedding else _scale(module, rows)

@@ -57,10 +57,10 @@ logger = logging.getLogger("asyncrl.models")
 
 # Chooses the path of a model that was just loaded. In a run this is the gate (runtime/gate.py).
 Choose = Callable[[PreTrainedModel], ModelPath]
-# transformers and its model classes raise many types of errors for a configuration that they cannot read.
+# transformers and its model classes raise many types of errors for files that they cannot read.
 LOADING_ERRORS = (Exception,)
-# The code of a checkpoint is not run. Without this argument transformers would ask at the terminal.
-OWN_CODE: dict[str, Any] = {"trust_remote_code": False}
+# No code of a checkpoint is run. Without this argument transformers would ask at the terminal.
+NO_REMOTE_CODE: dict[str, Any] = {"trust_remote_code": False}
 # Makes `from_pretrained` return the report that `require_all_weights` reads.
 WITH_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
@@ -74,7 +74,7 @@ def load_policy(
 ) -> tuple[PolicyModel, Any]:
     """(policy, tokenizer). Errors: ConfigError.
 
-    seed: the argument of a function in `model.path`, or the seed of the random weights of `random_init`.
+    seed: of the random weights of `random_init` and of adapters; also the argument of a function in `model.path`.
     choose: chooses the path. None: fused or packed, as the layers allow, without the comparisons of the gate.
     longest: tokens of the longest row of a run, for rotary frequencies that depend on the length of a row (rotary.py). None:
     transformers computes the frequencies for each row.
@@ -112,9 +112,9 @@ def load_served(
 
 
 def require_saveable(module: PreTrainedModel, tokenizer: Any) -> None:
-    """Writes a checkpoint without weights to a temporary directory, so that errors come before the training. Errors: ConfigError.
-    transformers refuses to write a `generation_config` with settings that have no effect, so such settings are unset. Generation
-    settings in the model's own configuration are moved to `generation_config`."""
+    """Writes a checkpoint without weights to a temporary directory, so that errors come before the training. Moves generation
+    settings of the model's configuration to `generation_config`. transformers refuses to write a `generation_config` with settings
+    that have no effect, so such settings are unset. Errors: ConfigError."""
     generation, dtype = module.generation_config, getattr(module.config, "dtype", None)
     for name, value in getattr(module.config, "_get_generation_parameters", dict)().items():
         setattr(generation, name, value)
@@ -174,8 +174,8 @@ def load_reader(
 
 
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """(model on the host, tokenizer of a builder function or None). The weights map the files in a narrower dtype, or are in
-    float32, or in float64 if the masters are. Errors: ConfigError."""
+    """(model on the host, tokenizer of a builder function or None). The weights are mapped from the files in bfloat16 or float16,
+    or have the dtype of the masters. Errors: ConfigError."""
     refuse_unread_settings(config)
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
@@ -243,7 +243,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file and config.tokenizer is None else {}
     require_hub(source, "model.tokenizer" if config.tokenizer else "model.path")
     try:
-        return AutoTokenizer.from_pretrained(source, **OWN_CODE, **gguf)
+        return AutoTokenizer.from_pretrained(source, **NO_REMOTE_CODE, **gguf)
     except LOADING_ERRORS as error:
         raise ConfigError(
             f"model.tokenizer: no tokenizer could be loaded from {source!r} ({first_line(error)}); "
@@ -264,7 +264,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def adapter_sizes(config: ModelConfig) -> tuple[int, int]:
-    """(number of adapter parameters, number of weights that get an adapter). Both are 0 without LoRA. Allocates no weights."""
+    """(parameters of all adapters, parameters of all weights with an adapter). Both are 0 without LoRA. Allocates no weights."""
     if not config.lora.rank:
         return 0, 0
     targets = find_targets(describe_module(config), config.lora)
@@ -280,7 +280,7 @@ def describe_module(config: ModelConfig) -> PreTrainedModel:
         with torch.device("meta"):
             module = _of_config(config, load_model_config(config))
         if not config.random_init:
-            # Without this file, the generation config that was made from the model's configuration stays.
+            # Without a generation_config.json, the one that was made from the model's configuration stays.
             with contextlib.suppress(OSError):
                 module.generation_config = GenerationConfig.from_pretrained(model_source(config))
     module.tie_weights()
@@ -288,14 +288,14 @@ def describe_module(config: ModelConfig) -> PreTrainedModel:
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
-    """The transformers configuration of the model. `_repair` corrects errors in the configuration of a GGUF file."""
+    """The transformers configuration of the model, corrected by `_repair`. Errors: ConfigError."""
     if is_builder(config):
         return _describe_built(config)[0].config
     path = model_source(config)
     require_hub(path, "model.path")
     gguf = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     try:
-        settings: PretrainedConfig = AutoConfig.from_pretrained(path, **OWN_CODE, **gguf)
+        settings: PretrainedConfig = AutoConfig.from_pretrained(path, **NO_REMOTE_CODE, **gguf)
     except LOADING_ERRORS as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(
@@ -335,9 +335,9 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
 
 
 def _read(config: ModelConfig, settings: PretrainedConfig, path: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """(model, loading info) by `from_pretrained`, without a cast of the weights if that gives the same model as in float32."""
+    """(model, loading info) by `from_pretrained`. The weights keep a narrow dtype if the model is then the same as in float32."""
     kind = _class_of(settings)
-    options = {**WITH_REPORT, **OWN_CODE, **({"gguf_file": config.gguf_file} if config.gguf_file else {})}
+    options = {**WITH_REPORT, **NO_REMOTE_CODE, **({"gguf_file": config.gguf_file} if config.gguf_file else {})}
     narrow = None if config.gguf_file else _dtype_in_files(path)
     if narrow is not None:
         module, report = kind.from_pretrained(path, dtype=narrow, **options)
@@ -374,7 +374,7 @@ def _dtype_in_files(path: str) -> torch.dtype | None:
 
 
 def _complete_float32(module: PreTrainedModel) -> str | None:
-    """Makes everything but the weights as in a model that was loaded as float32. Returns the reason if that is impossible."""
+    """Makes settings and buffers equal to those of a model that is loaded as float32. Returns None, or why this is impossible."""
     if module._keys_to_ignore_on_load_missing:
         return "may have weights that are not in the files"
     if any(map(_is_narrow, (value for part in module.modules() for value in vars(part).values()))):
@@ -386,7 +386,7 @@ def _complete_float32(module: PreTrainedModel) -> str | None:
     narrow = {name: buffer for name, buffer in module.named_buffers() if _is_narrow(buffer)}
     wide: dict[str, Tensor] = {}
     if not narrow.keys() <= saved:
-        # The class computed these values in the dtype of the files. The second model has no weights in memory.
+        # The class computed these buffers in the dtype of the files. A second model, with empty weights, has them in float32.
         with no_init_weights():
             wide = dict(type(module)._from_config(copy.deepcopy(module.config), dtype=torch.float32).named_buffers())
     for name, buffer in narrow.items():
@@ -412,7 +412,7 @@ def _class_of(settings: PretrainedConfig) -> Any:
 
 
 def _ignored_tensors(module: PreTrainedModel, path: str) -> list[str]:
-    """Names of tensors in the checkpoint that the class ignores and does not report, such as layers that predict further tokens."""
+    """Names of tensors in the checkpoint that the class ignores and does not report, such as layers for multi-token prediction."""
     patterns = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
     if not patterns:
         return []

@@ -20,19 +20,19 @@ from .policy import PolicyModel
 TOKENS = 16
 # Number of last tokens that an engine computes one by one, if its decode steps use other kernels than its prefill.
 DECODED = 5
-IN_A_ROW = 3  # consecutive distances above `Bound.usual`: an error
+CONSECUTIVE = 3  # consecutive distances above `soft_limit`: an error
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far rounding moves log-probs, in nats. An error: a distance above `once`, or `IN_A_ROW` successive ones above `usual`.
+    """How far rounding moves log-probs, in nats. An error: one distance above `hard_limit`, or `CONSECUTIVE` above `soft_limit`.
 
     In a model with experts (`routed`) rounding may send a token to another expert if two experts have nearly equal scores. Such a
     token is far off, and tokens that attend to this token are a little off. So `distance` is a median if `routed`, else a mean.
     """
 
-    usual: float
-    once: float
+    soft_limit: float
+    hard_limit: float
     routed: bool = False
 
     def distance(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -47,18 +47,18 @@ class Bound:
 
 # For two processes that run the same kernels, perhaps with different numbers of threads.
 BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
-# Measured with vLLM and small models with experts: in bfloat16 at most 0.2 (four models, 40 random sets of weights each), in
-# float32 below 0.0001 (three models, 180 comparisons). Medians of faults: 1.0 for a cache of zeros, 0.3 for weights that moved
-# by 3% of their spread.
-ROUTED_ONCE = 0.3
+# Distances that were measured with vLLM and small models with experts: in bfloat16 at most 0.2 (four models, 40 random sets of
+# weights each), in float32 below 0.0001 (three models, 180 comparisons). Distances with a fault: 1.0 with a cache of zeros, 0.3
+# with weights that moved by 3% of their spread.
+ROUTED_LIMIT = 0.3
 
 
-def bound_of(usual: Mapping[torch.dtype, float], dtype: torch.dtype, routed: bool) -> Bound:
-    """`usual`: the bound of a model without experts. In bfloat16 two experts may have equal scores over many versions, so a
-    model with experts gets a larger `usual`. In float32 the next update makes the scores different."""
+def bound_of(limits: Mapping[torch.dtype, float], dtype: torch.dtype, routed: bool) -> Bound:
+    """`limits`: for models without experts. In bfloat16 two experts may have equal scores over many versions, so a model with
+    experts (`routed`) gets a larger `soft_limit`. In float32 the next update makes the scores different."""
     if not routed:
-        return Bound(usual[dtype], usual[dtype])
-    return Bound(ROUTED_ONCE if dtype == torch.bfloat16 else usual[dtype], ROUTED_ONCE, True)
+        return Bound(limits[dtype], limits[dtype])
+    return Bound(ROUTED_LIMIT if dtype == torch.bfloat16 else limits[dtype], ROUTED_LIMIT, True)
 
 
 class Comparisons:
@@ -66,22 +66,25 @@ class Comparisons:
 
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
-        self._above_usual = 0  # consecutive distances
+        self._above_soft_limit = 0  # consecutive distances
         self._last: list[float] | None = None
 
     def judge(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, str | None]:
-        """Returns (distance in nats, error message or None). Weights that were compared last time do not count again."""
+        """Log-probs of engine and trainer -> (distance in nats, error or None). The same weights, compared again, count once."""
         bound, distance = self._bound, self._bound.distance(ours, theirs)
-        if distance <= bound.usual:
-            self._above_usual = 0
+        if distance <= bound.soft_limit:
+            self._above_soft_limit = 0
         elif list(theirs) != self._last:
-            self._above_usual += 1
+            self._above_soft_limit += 1
         self._last = list(theirs)
         text = f"log-probs of a fixed row that are {distance:.3g} nats off the trainer's"
-        if not distance <= bound.once:  # also if it is NaN
-            return distance, f"{text}; at most {bound.once:g} is rounding"
-        if self._above_usual >= IN_A_ROW:
-            return distance, f"{text}, the third in a row above {bound.usual:g}; rounding explains one such distance"
+        if not distance <= bound.hard_limit:  # also if the distance is NaN
+            return distance, f"{text}; rounding explains at most {bound.hard_limit:g}"
+        if self._above_soft_limit >= CONSECUTIVE:
+            return (
+                distance,
+                f"{text}: {CONSECUTIVE} comparisons in succession above {bound.soft_limit:g} are no rounding",
+            )
         return distance, None
 
 

@@ -3,9 +3,9 @@
 | path   | code that computes a layer                              | models                                                   |
 |--------|---------------------------------------------------------|----------------------------------------------------------|
 | fused  | asyncrl's decoder layer, backward written by hand       | the Llama, Qwen, Mistral, Gemma and Granite families;    |
-|        | (with experts: only attention; the experts run as is)   | gpt-oss, Qwen3-MoE, Mixtral, OLMoE                       |
+|        | (experts run by the model's own code)                   | gpt-oss, Qwen3-MoE, Mixtral, OLMoE                       |
 | packed | transformers' modules with asyncrl's attention          | models that use transformers' attention interface        |
-| plain  | transformers' own forward and cache, a row a sequence   | all others: layers with a state, latent attention, ALiBi |
+| plain  | transformers' own forward and cache, a sequence per row | all others: layers with a state, latent attention, ALiBi |
 
 On `fused` and `packed` the members of a group share the prompt, in training and in the cache. On `plain` nothing is shared, and
 the caches are computed again after each update of the weights. So `plain` is slow, but works for every model with a cache.

@@ -19,7 +19,7 @@ from asyncrl.types import Int64Array
 
 from .attention.tree import TreePlan
 
-_TOKENS = 4096  # most padded tokens of one forward
+_MAX_TOKENS = 4096  # of one forward, padding included
 
 
 class PlainForward:
@@ -32,7 +32,7 @@ class PlainForward:
     def hidden(self, tokens_T: Tensor, plan: TreePlan) -> Tensor:
         """[T] -> [T, E], the decoder's last hidden states. Differentiable."""
         rows = plan.sequences()
-        index_T = np.full(plan.tokens, -1, np.int64)  # of each token in the concatenated outputs
+        index_T = np.full(plan.tokens, -1, np.int64)  # place of each token in the joined outputs
         parts, total = [], 0
         for batch in self._batches(rows):
             length = max(row.size for row in batch)
@@ -63,7 +63,7 @@ class PlainForward:
         batches: list[list[Int64Array]] = []
         for row in sorted(rows, key=lambda row: -row.size):
             last = batches[-1] if batches else None
-            if self.padded and last is not None and (len(last) + 1) * last[0].size <= _TOKENS:
+            if self.padded and last is not None and (len(last) + 1) * last[0].size <= _MAX_TOKENS:
                 last.append(row)
             else:
                 batches.append([row])

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError
 
 from .attention.interface import IMPLEMENTATION, PLAN_ARGUMENT, AttentionPlan, register
 from .attention.tree import TreePlan
-from .embedding import embed, is_plain
+from .embedding import embed, is_lookup
 from .fused.decoder import FusedDecoder
 from .head.liger import choose_head_kernel
 from .head.output import HeadTransform, decoder_of, head_transform, linear_head
@@ -97,7 +97,7 @@ class PolicyModel:
         index = {id(parameter): i for i, parameter in enumerate(self.weights.parameters)}
         self._head_index = index[id(self.head.weight)]
         self._bias_index = None if self.head.bias is None else index[id(self.head.bias)]
-        self._embedding_index = index[id(self._embedding.weight)] if is_plain(self._embedding) else None
+        self._embedding_index = index[id(self._embedding.weight)] if is_lookup(self._embedding) else None
         pack = packing_works(self.dtype, self.weights.working.device)
         self._head_product = JoinedLinear(self.weights, [self.head], index, pack)
         self.head_kernel = choose_head_kernel(
@@ -118,7 +118,7 @@ class PolicyModel:
 
     @cached_property
     def matmul_parameters(self) -> int:
-        """Multiply-adds of one token's forward without attention. Experts count by the share that a token takes, if
+        """Multiply-adds of one token's forward without attention. Of experts only the share counts that a token takes, if
         `describe_routes` knows it. Weights that no text reaches do not count. The embedding counts only if it is the head, too."""
         lookup = None if self._embedding.weight is self.head.weight else self._embedding.weight
         routes, unreached = describe_routes(self.module), unreached_names(self.module)
@@ -142,7 +142,7 @@ class PolicyModel:
 
     @property
     def head_gradient(self) -> Tensor | None:
-        """View [V, E] of the head's gradient (also a tied embedding's), float32 or wider. None if the model has no gradients."""
+        """View [V, E] of the gradient of the head (and a tied embedding), float32 or wider. None for a model without gradients."""
         return None if self.weights.grad is None else self.weights.view(self.weights.grad, self._head_index)
 
     @property
@@ -171,12 +171,12 @@ class PolicyModel:
             return self.fused.hidden(rows_TE, positions_T, plan)
         return decoder_hidden(self.decoder, tokens_T if rows_TE is None else rows_TE, positions_T, plan)
 
-    def plain_hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """`hidden` by the model's own forward. The products have the same operands as those of a sharded training forward."""
+    def unfused_hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """`hidden` by the model's own layers, whose products have the same operands as those of a sharded training forward."""
         return decoder_hidden(self.decoder, tokens_T, positions_T, plan)
 
     def enable_checkpointing(self) -> None:
-        """Lets forward save only the input of each layer. Errors: ConfigError if the model does not support checkpointing."""
+        """Makes training forwards save only layer inputs. Errors: ConfigError if the model does not support checkpointing."""
         if self.fused is not None:
             self.fused.checkpointing = True
         else:
@@ -184,7 +184,7 @@ class PolicyModel:
 
     def set_training(self, training: bool) -> None:
         """Switches checkpointing on or off for the next forward: transformers checkpoints layers whose `training` is true. Modules
-        inside a layer stay in eval mode. In train mode routers would add noise, so trainer and sampler would differ."""
+        inside a layer stay in eval mode: in train mode routers would add noise, so trainer and sampler would differ."""
         if self._training != training:
             for layer in self._checkpointed:
                 layer.training = training
@@ -200,7 +200,7 @@ class PolicyModel:
         return self._head_product(hidden_NE.to(self.head.weight.dtype))
 
     def loaded(self) -> Iterator[Tensor]:
-        """All tensors that were loaded or drawn at random, for a caller that overwrites them. `flat.refresh` must follow."""
+        """All tensors that were loaded or drawn at random, for a caller that overwrites them and then calls `flat.refresh`."""
         yield self.flat.master
         if self.lora is not None:
             yield from (self.weights.working, *self.lora.merge.base)

@@ -34,7 +34,7 @@ _WINDOWS = (
     "sliding_window", "window_size", "attention_window", "attention_chunk_size", "attention_window_size",
     "chunk_size", "mamba_chunk_size", "block_size",
 )  # fmt: skip
-# Settings for the number of positions. Some classes have a table with a row for each.
+# Settings for the number of positions. Some classes have a table with a row for each position.
 _POSITIONS = ("max_position_embeddings", "max_seq_len")
 # Settings for the hidden size of an MLP. All units run the same code, so the probe needs only some units.
 _MLP_SIZES = (
@@ -80,21 +80,21 @@ def build_probe(
     return probe
 
 
-def most_positions(config: PretrainedConfig) -> int | None:
-    """The most positions of a row by the configuration, or None if the configuration has no such setting."""
+def max_positions(config: PretrainedConfig) -> int | None:
+    """The number of positions in the configuration, or None if the configuration has no such setting."""
     text = config.get_text_config()
     limits = [value for name in _POSITIONS if isinstance(value := getattr(text, name, None), int) and value > 0]
     return min(limits, default=None)
 
 
 @torch.no_grad()
-def positions_end(module: PreTrainedModel, longest: int, *, width: Width = "whole") -> int | None:
-    """None if the model can run a row of `longest` tokens. Otherwise `most_positions`: the model fails on longer rows, for example
-    because it has a table of positions.
+def position_limit(module: PreTrainedModel, longest: int, *, width: Width = "whole") -> int | None:
+    """None if the model can run a row of `longest` tokens. Otherwise `max_positions`: the model fails on longer rows, for example
+    because of a table of positions.
 
     Runs a probe with `CONTEXT` positions on the host. Errors: any exception of the class, if it cannot be built at this width.
     """
-    limit = most_positions(module.config)
+    limit = max_positions(module.config)
     if limit is None or longest <= limit:
         return None
     probe = _build(module, width, False, positions=CONTEXT).eval()
@@ -125,7 +125,7 @@ def _build(module: PreTrainedModel, width: Width, long_rows: bool, *, positions:
         except (ValueError, IndexError, KeyError):
             if layers == total or layers > fewest:
                 raise
-    raise AssertionError("the second number of layers returns or raises")
+    raise AssertionError("unreachable: the last number of layers returns or raises")
 
 
 def _of_config(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
@@ -298,7 +298,7 @@ def _find_tensor(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _copy(source: Tensor | None, target: Tensor) -> None:
-    """Copies the first values of each dimension. Does nothing if the target does not fit into the source."""
+    """Copies the first values of each dimension. Does nothing without a source, or if the target does not fit into the source."""
     if source is not None and _fits(source, target):
         target.copy_(source[tuple(slice(size) for size in target.shape)])
 

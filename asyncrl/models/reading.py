@@ -1,7 +1,7 @@
 """Opens the policy of a process that only generates, without loading its weights from files.
 
 The modules are built on the meta device from the configuration, and the weights come from the weight board. The trainer's process
-sends the buffers and the transform of the logits. A model with tensors beside parameters and buffers is loaded from its files.
+sends the buffers and the transform of the logits. A model with tensors that are neither parameters nor buffers needs its files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .policy import DTYPES, PolicyModel
 
 logger = logging.getLogger("asyncrl.models")
 
-# The buffers are sent in one message.
+# The buffers are sent in one message, which must not be large.
 _MAX_BUFFER_BYTES = 4 << 20
 
 
@@ -90,7 +90,7 @@ class ModelSkeleton:
             self.module, self.config.dtype, head_kernel="torch", served=True, path=path,
             transform=HeadTransform(**extras["transform"]),
         )  # fmt: skip
-        # A test forward on fixed tokens. NaN means that the module needs more than its parameters and buffers.
+        # Infinite values or NaN mean that the module needs more than its parameters and buffers.
         return policy if all(map(math.isfinite, fixed_logprobs(policy))) else None
 
 
@@ -112,7 +112,7 @@ def _has_other_tensors(module: PreTrainedModel) -> bool:
 
 
 def _set_parameters(module: nn.Module, views: Mapping[str, Tensor]) -> None:
-    """Replaces each parameter by its view. Vectors become float32 copies: `PolicyModel` tests norms in float32, then copies all."""
+    """Replaces parameters by views, vectors by float32 copies: `PolicyModel` tests norms in float32, then copies all weights."""
     replacements: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         view = views[name]

@@ -30,7 +30,7 @@ from asyncrl.config.schema_rollouts import RewardModelConfig
 from asyncrl.errors import ConfigError, RewardError, first_line
 from asyncrl.types import Messages
 
-from .loading import LOADING_ERRORS, OWN_CODE, WITH_REPORT, require_all_weights
+from .loading import LOADING_ERRORS, NO_REMOTE_CODE, WITH_REPORT, require_all_weights
 from .parameters.source import call_builder, is_import_path, reward_model_name
 from .policy import DTYPES
 from .rotary import frequencies_differ, reset_dynamic_frequencies
@@ -39,7 +39,7 @@ _UNLIMITED = 1 << 30  # tokenizers without a limit have 1e30
 _PROBE_LENGTHS = (3, 8)  # of the two rows that are scored alone and together
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # relative to 1 + |score|
 
-Text = list[int]
+TokenIds = list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Sizes:
 
 
 class RewardModel:
-    """Tokenizes (`text`), batches (`batches`) and scores (`scores`). Made by `load_reward_model`."""
+    """Tokenizes (`tokenize`), batches (`batches`) and scores texts (`scores`). Made by `load_reward_model`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RewardModel:
         device: torch.device,
         tokens: int,
     ) -> None:
-        """`dtype`: dtype of the weights. `tokens`: most tokens of a batch, with padding; a longer text is a batch of its own.
+        """`dtype`: of the weights. `tokens`: limit of a batch, padding included; a longer text is a batch of its own.
 
         Errors: ConfigError if the module has several outputs and `label` chooses none, or if the module ignores its mask.
         """
@@ -72,7 +72,7 @@ class RewardModel:
         self._label = config.label
         self._device = device
         self._tokens = tokens
-        self.longest = config.max_tokens or _longest_text(module, tokenizer)
+        self.longest = config.max_tokens or _longest_text(module, tokenizer)  # tokens of a text, at most
         self._pad = _padding_token(module, tokenizer)
         self._check_probes(DTYPES[dtype])
 
@@ -84,7 +84,7 @@ class RewardModel:
         parts = sums, vocabulary, getattr(self._tokenizer, "chat_template", None)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def text(self, prompt: str | Messages, completion: str | Messages) -> Text:
+    def tokenize(self, prompt: str | Messages, completion: str | Messages) -> TokenIds:
         """Token ids. Errors: RewardError for messages if there is no chat template, or if the template refuses the messages."""
         if getattr(self._tokenizer, "chat_template", None) is None:
             if not (isinstance(prompt, str) and isinstance(completion, str)):
@@ -102,7 +102,7 @@ class RewardModel:
             ) from error
         return list(self._tokenizer.encode(str(rendered), add_special_tokens=False))
 
-    def batches(self, texts: Sequence[Text]) -> Iterator[list[int]]:
+    def batches(self, texts: Sequence[TokenIds]) -> Iterator[list[int]]:
         """Batches of indices of `texts`, short texts first. A text starts a new batch if padding to its length would change the
         rotary frequencies of shorter texts."""
         batch: list[int] = []
@@ -116,8 +116,8 @@ class RewardModel:
         if batch:
             yield batch
 
-    def scores(self, texts: Sequence[Text]) -> list[float]:
-        """One number for each text. Errors: RewardError for an output of another shape; and any error of the module."""
+    def scores(self, texts: Sequence[TokenIds]) -> list[float]:
+        """One number for each text. Errors: RewardError if the module returns anything else; and any error of the module."""
         longest = max(len(text) for text in texts)
         pad = 0 if self._pad is None else self._pad
         ids_BL = torch.tensor([text + [pad] * (longest - len(text)) for text in texts], device=self._device)
@@ -148,7 +148,7 @@ class RewardModel:
             raise RewardError(_label_too_large(self.name, self._label, labels))
         return logits[:, self._label or 0].float().cpu()
 
-    def _probe(self, length: int) -> Text:
+    def _probe(self, length: int) -> TokenIds:
         """Arbitrary token ids, none of which is padding."""
         ids = [1 + (7 * i) % max(len(self._tokenizer) - 1, 1) for i in range(min(length, self.longest))]
         return [0 if token == self._pad else token for token in ids]
@@ -171,7 +171,7 @@ class RewardModel:
 def load_reward_model(
     config: RewardModelConfig, dtype: str, device: torch.device, tokens: int, seed: int = 0
 ) -> RewardModel:
-    """`dtype`: of the weights, if the configuration names no dtype. `tokens`: most tokens of a batch. Errors: ConfigError."""
+    """`dtype`: of the weights, if the configuration names no dtype. `tokens`: limit of a batch. Errors: ConfigError."""
     dtype = config.dtype or dtype
     if is_import_path(config.path):
         module, tokenizer = _call_builder(config.path, seed)
@@ -181,8 +181,8 @@ def load_reward_model(
 
 
 def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
-    """Estimates the sizes on the meta device. A builder that fails on this device is called again on the host, and that
-    model is dropped. Errors: ConfigError."""
+    """Estimates the sizes by a model on the meta device. A builder that fails on this device is called again on the host, and its
+    result is dropped. Errors: ConfigError."""
     width = DTYPES[config.dtype or dtype].itemsize
     if not is_import_path(config.path):
         settings = _model_config(config)
@@ -205,7 +205,7 @@ def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
 
 
 def _activation_bytes(module: nn.Module, width: int, tokens: int) -> int:
-    """Most bytes of activations in one layer: hidden states in and out, queries, keys and values, the two halves of the MLP and
+    """Bytes of activations in one layer at most: hidden states in and out, queries, keys and values, the two halves of the MLP and
     their product. 0 for a module without a configuration."""
     text = _text_config(module)
     if text is None:
@@ -219,7 +219,7 @@ def _model_config(config: RewardModelConfig) -> Any:
     """The model's configuration. Errors: ConfigError if it is missing, or if `label` does not choose one of the model's outputs."""
     require_hub(config.path, "reward.model")
     try:
-        settings = AutoConfig.from_pretrained(config.path, **OWN_CODE)
+        settings = AutoConfig.from_pretrained(config.path, **NO_REMOTE_CODE)
     except LOADING_ERRORS as error:
         raise ConfigError(f"reward.model: no model configuration in {config.path!r} ({first_line(error)})") from error
     labels = settings.num_labels
@@ -234,7 +234,7 @@ def _from_directory(config: RewardModelConfig, dtype: str) -> PreTrainedModel:
     settings = _model_config(config)
     try:
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            config.path, config=settings, dtype=DTYPES[dtype], **WITH_REPORT, **OWN_CODE
+            config.path, config=settings, dtype=DTYPES[dtype], **WITH_REPORT, **NO_REMOTE_CODE
         )
     except LOADING_ERRORS as error:
         raise ConfigError(
@@ -248,7 +248,7 @@ def _from_directory(config: RewardModelConfig, dtype: str) -> PreTrainedModel:
 
 def _tokenizer_of(path: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path, **OWN_CODE)
+        return AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
     except LOADING_ERRORS as error:
         raise ConfigError(
             f"reward.model: no tokenizer could be loaded from {path!r} ({first_line(error)}); put it beside the model"

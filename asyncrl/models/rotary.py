@@ -7,7 +7,7 @@ the other rows of its batch. In asyncrl the longest row that a run can have deci
 | `rope_type` | rows of the run stay within the original context | rows may grow past it                                 |
 |-------------|--------------------------------------------------|-------------------------------------------------------|
 | `longrope`  | the short factors                                | the long factors (vLLM: by `max_model_len`)           |
-| `dynamic`   | the base of the configuration                    | the base that transformers computes for that row      |
+| `dynamic`   | the base of the configuration                    | the base of transformers for the longest row          |
 
 The model's configuration is not changed, so saved models load elsewhere as before.
 """
@@ -40,7 +40,7 @@ def rope_parts(text: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def original_context(config: PretrainedConfig) -> int | None:
-    """Most tokens of a row whose frequencies do not depend on its length. None: frequencies never depend on the length."""
+    """The most tokens that a row may have before its frequencies change. None: frequencies never depend on the length."""
     return min((context for _, context in _contexts(config)), default=None)
 
 
@@ -85,7 +85,7 @@ def describe(config: PretrainedConfig, longest: int | None) -> str:
     served_rows = f"of {longest} tokens" if "dynamic" in names else f"past {context} tokens"
     return (
         f"rotary ({names}): rows may grow to {longest} tokens, past the original context of {context}: all rows use the "
-        f"frequencies of a row of that length; serve the model with those of rows {served_rows}"
+        f"frequencies of a row of that length; serve the model with the frequencies of rows {served_rows}"
     )
 
 
@@ -102,7 +102,7 @@ def require_frequencies(config: PretrainedConfig, *, before: int, now: int) -> N
 def length_dependent_message(config: PretrainedConfig, longest: int) -> str:
     """The reason to refuse rows of `longest` tokens, after `hold_frequencies` returned False."""
     return (
-        "it chooses rotary frequencies by the length of each row, in a way that is not known here, and rows of "
+        "it chooses rotary frequencies by the length of each row, in a way that asyncrl does not know, and rows of "
         f"{longest} tokens are past its original context of {original_context(config)}; it can be trained if "
         "rollout.max_context, or data.max_prompt_tokens + rollout.max_tokens, is within that context"
     )
@@ -110,11 +110,10 @@ def length_dependent_message(config: PretrainedConfig, longest: int) -> str:
 
 @torch.no_grad()
 def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
-    """Makes every row use the frequencies that the model's own code chooses for a row of `longest` tokens. A second call changes
-    nothing.
+    """Makes every row use the frequencies that the model's own code chooses for a row of `longest` tokens. Does nothing if the
+    frequencies do not depend on the length, on the meta device, and in a second call.
 
-    Nothing happens if the frequencies do not depend on the length, or on the meta device. Returns False if the run must be refused:
-    its rows exceed the original context, and the frequencies still depend on each row.
+    Returns False if the run must be refused: rows exceed the original context, and the frequencies still depend on each row.
     """
     if original_context(module.config) is None or module.device.type == "meta":
         return True
@@ -143,8 +142,8 @@ def reset_dynamic_frequencies(module: nn.Module) -> None:
 
 
 def _fix(part: nn.Module, longest: int, layer: str | None, kinds: Any) -> bool:
-    """Fixes the frequencies of `part`. Returns whether that worked. `layer`: the type of layers to fix, if `part` serves several
-    types. `kinds`: the new `rope_type` of `part`."""
+    """Fixes the frequencies of `part`. Returns False, without a change, if that fails. `layer`: the type of layers to fix, or None
+    if `part` serves one type. `kinds`: the new `rope_type` of `part`."""
     before: Any = part.rope_type
     try:
         # A short row resets the state of earlier rows, see `reset_dynamic_frequencies`.

@@ -22,7 +22,7 @@ class Routes:
         self, layers: int, replayed_TLk: Tensor | None = None, experts: int = 0, *, keep_logits: bool = False
     ) -> None:
         """layers: number of layers with experts.
-        replayed_TLk: signed integers, the experts to choose out of `experts`. Where all k numbers are -1, the router chooses.
+        replayed_TLk: signed integers, numbers below `experts` of the experts to choose. Where all k are -1, the router chooses.
         keep_logits: whether to keep the logits of the routers with their graph, for the load-balancing loss."""
         self._layers = layers
         self._replayed_TLk = replayed_TLk
@@ -33,20 +33,20 @@ class Routes:
         self.chosen: dict[int, Tensor] = {}  # layer -> [T, k] int64, in the router's order
         self.logits: dict[int, Tensor] = {}  # layer -> [T, E]
 
-    def choose(self, layer: int, own_Tk: Tensor) -> Tensor:
-        """The experts that the layer must take. `own_Tk` is the choice of its router."""
+    def choose(self, layer: int, router_Tk: Tensor) -> Tensor:
+        """The experts that the layer must take. `router_Tk` is the choice of its router."""
         if layer in self.chosen:
             return self.chosen[layer]
-        experts_Tk = own_Tk
+        experts_Tk = router_Tk
         if self._replayed_TLk is not None:
-            if self._replayed_TLk.device != own_Tk.device:  # once, for all layers
-                self._replayed_TLk = self._replayed_TLk.to(own_Tk.device)
-            replayed_Tk = self._replayed_TLk[:, layer].to(own_Tk.dtype)
-            if replayed_Tk.shape != own_Tk.shape:
-                shapes = f"{list(own_Tk.shape)} experts, but the replayed routes are {list(replayed_Tk.shape)}"
+            if self._replayed_TLk.device != router_Tk.device:  # once, for all layers
+                self._replayed_TLk = self._replayed_TLk.to(router_Tk.device)
+            replayed_Tk = self._replayed_TLk[:, layer].to(router_Tk.dtype)
+            if replayed_Tk.shape != router_Tk.shape:
+                shapes = f"{list(router_Tk.shape)} experts, but the replayed routes are {list(replayed_Tk.shape)}"
                 raise ValueError(f"layer {layer} chooses {shapes}; replay only routes of this model")
-            requested_Tk = torch.where(replayed_Tk[:, :1] == MISSING, own_Tk, replayed_Tk)
-            # On a GPU an index outside of the experts would end the CUDA context.
+            requested_Tk = torch.where(replayed_Tk[:, :1] == MISSING, router_Tk, replayed_Tk)
+            # An index outside of the experts would make the CUDA context unusable.
             experts_Tk = requested_Tk.clamp(0, self._experts - 1)
             self.outside = (experts_Tk != requested_Tk).any() | self.outside.to(experts_Tk.device)
         self.chosen[layer] = experts_Tk.detach()

@@ -89,7 +89,7 @@ class Routing:
     def __init__(self, module: PreTrainedModel, routers: list[tuple[nn.Module, nn.Module]], shape: RoutesShape) -> None:
         """`routers`: (layer, its router), in order; `Routing.of` finds them."""
         self.shape = shape
-        self.current: Routes | None = None  # set by attention, reset by the router after it
+        self.current: Routes | None = None  # from attention to the router of the same layer
         for number, (layer, router) in enumerate(routers):
             # A hook on attention sets the routes. A hook on the layer would not run when backward recomputes the layer. Fused
             # layers do not call this attention, and call `run` instead.
@@ -148,12 +148,12 @@ def has_experts(module: PreTrainedModel) -> bool:
 
 
 def require_routing(routing: Routing | None, module: PreTrainedModel, setting: str) -> Routing:
-    """`routing` itself. Errors: ConfigError if it is None; `setting` is the setting that needs routes, in words."""
+    """Returns `routing`. Errors: ConfigError if `routing` is None. `setting`: a clause on the setting that needs routes."""
     if routing is not None:
         return routing
     reason = "has no experts"
     if has_experts(module):
-        reason = "chooses its experts in a way that this runtime cannot repeat, or runs on the plain path"
+        reason = "chooses its experts in a way that asyncrl cannot repeat, or runs on the plain path"
     raise ConfigError(f"{setting}, but {type(module).__name__} {reason}; switch it off")
 
 

@@ -82,7 +82,7 @@ class ModelRewards:
         scores: list[float | None] = [None] * len(trajectories)
         try:
             texts = await self._run(
-                model, lambda: [model.text(prompt.prompt, t.completion) for t in trajectories], "texts"
+                model, lambda: [model.tokenize(prompt.prompt, t.completion) for t in trajectories], "texts"
             )
             valid = [index for index, text in enumerate(texts) if 0 < len(text) <= model.longest]
             for batch in model.batches([texts[index] for index in valid]):

@@ -29,7 +29,7 @@ from asyncrl.models.parameters.frozen import describe_frozen, frozen_names, mark
 from asyncrl.models.parameters.lora import describe_adapted
 from asyncrl.models.paths import PACKED, PATHS, ModelPath
 from asyncrl.models.policy import refuse_unsupported
-from asyncrl.models.probe import WIDTHS, build_probe, positions_end
+from asyncrl.models.probe import WIDTHS, build_probe, position_limit
 from asyncrl.models.rotary import describe, is_past_context, length_dependent_message
 
 from .gate_trial import NATS, RELATIVE, Distance, Trial
@@ -206,10 +206,10 @@ def _require_same_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None
 
 
 def _positions_end(module: PreTrainedModel, longest: int) -> int | None:
-    """`probe.positions_end` at the first width at which the class can be built; None if no width can be built."""
+    """`probe.position_limit` at the first width at which the class can be built; None if no width can be built."""
     for width in WIDTHS:
         with contextlib.suppress(Exception):  # the class may raise anything
-            return positions_end(module, longest, width=width)
+            return position_limit(module, longest, width=width)
     return None
 
 

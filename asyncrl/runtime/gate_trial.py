@@ -31,7 +31,7 @@ from asyncrl.models.parameters.frozen import unreached_families
 from asyncrl.models.parameters.merge import as_stack, factors
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.probe import most_positions
+from asyncrl.models.probe import max_positions
 from asyncrl.models.rotary import hold_frequencies, original_context
 from asyncrl.training.passes import PolicyForward
 from asyncrl.types import (
@@ -108,7 +108,7 @@ class Trial:
         self._random = np.random.default_rng(0)
         self._long_rows = long_rows
         text = probe.config.get_text_config()
-        limits = [] if long_rows else [original_context(probe.config), most_positions(probe.config)]
+        limits = [] if long_rows else [original_context(probe.config), max_positions(probe.config)]
         self._longest = min([_LONGEST, *(limit for limit in limits if limit is not None)])
         self._vocabulary = int(text.vocab_size)
         # Tokens repeat, so a layer that chooses keys has to choose among equal keys.

@@ -1,11 +1,12 @@
-"""How siblings share a microbatch (`distributed.context`). All of them have the whole microbatch.
+"""How siblings, a set of `distributed.context` ranks, share a microbatch. Each sibling has the whole microbatch.
 
 Sibling r of n computes the tokens r, r + n, r + 2n, ... and the log-probs and entropies whose source is one of these tokens. A
 differentiable all-gather then gives every sibling all S log-probs and entropies, and each sibling evaluates the whole loss. In
 backward a sibling keeps the gradient of its own log-probs and entropies. So its gradients of the parameters are those of its own
 tokens, and the sum over ranks is exact. Siblings have the same counts, losses and metrics, so only the leader (0) adds them.
 
-Shape legend: n siblings, T packed tokens, t = ceil(T/n), S scored tokens, s those of the sibling with most (others are padded).
+Shape legend: n siblings, T packed tokens, t = ceil(T/n), S scored tokens, s the largest number of scored tokens of a sibling, to
+which the other siblings pad.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from asyncrl.models.copying import to_device
 from asyncrl.types import Int64Array, Microbatch
 
 
-def dealt(values_T: npt.NDArray[Any], siblings: Collectives | None, padding: int = 0) -> npt.NDArray[Any]:
-    """[T, ...] -> the values [t, ...] of this rank's tokens. Padding gets the value `padding`."""
+def tokens_of_rank(values_T: npt.NDArray[Any], siblings: Collectives | None, padding: int = 0) -> npt.NDArray[Any]:
+    """[T, ...] -> the values [t, ...] of this rank's tokens, padded by `padding`. Without siblings all values."""
     if siblings is None:
         return values_T
     filled = np.full((-len(values_T) % siblings.world_size, *values_T.shape[1:]), padding, values_T.dtype)
@@ -48,22 +49,22 @@ class Share:
             return
         n, rank = siblings.world_size, siblings.rank
         owner_S, scored = batch.source % n, np.arange(batch.scored)
-        mine = [scored[owner_S == sibling] for sibling in range(n)]
-        most = max(1, *(each.size for each in mine))
+        parts = [scored[owner_S == sibling] for sibling in range(n)]
+        longest, local = max(1, *(part.size for part in parts)), parts[rank]
         self._place_S = np.zeros(batch.scored, np.int64)
-        for sibling, each in enumerate(mine):
-            self._place_S[each] = sibling * most + np.arange(each.size)
+        for sibling, part in enumerate(parts):
+            self._place_S[part] = sibling * longest + np.arange(part.size)
 
-        def filled(values_S: npt.NDArray[Any], value: float) -> npt.NDArray[Any]:
-            return np.append(values_S, np.full(most - values_S.size, value, values_S.dtype))
+        def padded(values: npt.NDArray[Any], value: float) -> npt.NDArray[Any]:
+            return np.append(values, np.full(longest - values.size, value, values.dtype))
 
         self.own = replace(
             batch,
-            tokens=dealt(batch.tokens, siblings),
-            positions=dealt(batch.positions, siblings),
-            source=filled(batch.source[mine[rank]] // n, 0),
-            target=filled(batch.target[mine[rank]], 0),
-            temperature=filled(batch.temperature[mine[rank]], 1),
+            tokens=tokens_of_rank(batch.tokens, siblings),
+            positions=tokens_of_rank(batch.positions, siblings),
+            source=padded(batch.source[local] // n, 0),
+            target=padded(batch.target[local], 0),
+            temperature=padded(batch.temperature[local], 1),
         )
 
     def plan(self) -> TreePlan:
@@ -71,7 +72,7 @@ class Share:
         return TreePlan.of(self._whole) if self._siblings is None else ContextPlan(self._whole, self._siblings)
 
     def joined(self, logp: Tensor, entropy: Tensor, unknown: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropies [s] of `own`, and whether it has unknown ids -> those of all siblings. A collective."""
+        """Log-probs and entropies [s] of `own`, and whether `own` has unknown ids -> [S] of all siblings. A collective."""
         if self._siblings is None or self._place_S is None:
             return logp, entropy, unknown
         columns = torch.stack([logp, entropy, unknown.to(logp).expand_as(logp)])
@@ -82,7 +83,7 @@ class Share:
         return all_logp, all_entropy if entropy.requires_grad else all_entropy.detach(), is_unknown
 
     def joined_tokens(self, values: Tensor) -> Tensor:
-        """Values [t, ...] of the own tokens -> [T, ...], differentiable. A collective."""
+        """Values [t, ...] of the tokens of `own` -> [T, ...], differentiable. A collective."""
         if self._siblings is None:
             return values
         gathered: Tensor = _Gather.apply(values.contiguous(), self._siblings)
@@ -90,8 +91,8 @@ class Share:
 
 
 class _Gather(torch.autograd.Function):
-    """[...] -> [n, ...]. The backward takes the own part of the gradient: siblings evaluate the same loss, so a sum would count the
-    gradient n times."""
+    """[...] -> [n, ...]. The backward takes this rank's part of the gradient: siblings evaluate the same loss, so a sum would count
+    the gradient n times."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, siblings: Collectives) -> Tensor:

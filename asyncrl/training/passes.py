@@ -22,7 +22,7 @@ from asyncrl.models.routing import Routing
 from asyncrl.records.routes import MISSING
 from asyncrl.types import Microbatch, Normaliser
 
-from .context import Share, dealt
+from .context import Share, tokens_of_rank
 
 UNREPLAYED = "moe/unreplayed_tokens"
 
@@ -35,14 +35,14 @@ class PolicyForward:
         policy: PolicyModel,
         checkpointing: bool = False,
         *,
-        plain: bool = False,
+        unfused: bool = False,
         siblings: Collectives | None = None,
     ) -> None:
-        """`plain`: use the model's own layers instead of the fused ones, so that results equal those of a sharded trainer.
-        `siblings`: the ranks that share each microbatch (context.py); a call is a collective then."""
+        """`unfused`: use the model's own layers instead of the fused ones, so that results equal those of a sharded trainer.
+        `siblings`: the ranks that share each microbatch (context.py), which must make the same calls; None: no other rank."""
         self.policy = policy
         self._siblings = siblings
-        self._plain = plain
+        self._unfused = unfused
         self._spare = SpareMemory()
         # Whether the newest call had tokens (`clamped_ids`) or experts that the model lacks: bool, 0-d.
         self.has_unknown_ids = torch.tensor(False)
@@ -56,7 +56,7 @@ class PolicyForward:
         `entropy_grad`. `routes`: see `forward_routes`."""
         policy = self.policy
         policy.set_training(torch.is_grad_enabled())
-        hidden = policy.plain_hidden if self._plain else policy.hidden
+        hidden = policy.unfused_hidden if self._unfused else policy.hidden
         share = Share(batch, self._siblings)
         own, plan = share.own, share.plan()
         plan.routes = routes
@@ -75,7 +75,7 @@ class PolicyForward:
             grad_buffer=policy.head_gradient,
             bias_grad=policy.head_bias_gradient,
             entropy_grad=entropy_grad,
-            project=None if self._plain else policy.project,
+            project=None if self._unfused else policy.project,
             spare=self._spare,
             kernel=policy.head_kernel,
         )
@@ -86,16 +86,16 @@ class PolicyForward:
 def clamped_ids(batch: Microbatch, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens [T], targets [S], 0-d bool) on the device. Ids are clamped to the vocabulary; the bool is true if some id changed.
 
-    Ids were checked on arrival, but a producer can still write into shared memory. An unknown id would end the context of a GPU, so
-    a valid id takes its place. If the bool is true, the caller must discard all results of the step."""
+    Ids were checked on arrival, but a producer can still write into shared memory. An unknown id would make the CUDA context
+    unusable, so a valid id takes its place. If the bool is true, the caller must discard all results of the step."""
     tokens_T, target_S = to_device(batch.tokens, device), to_device(batch.target, device)
     valid_T, valid_S = tokens_T.clamp(0, vocabulary - 1), target_S.clamp(0, vocabulary - 1)
     return valid_T, valid_S, (valid_T != tokens_T).any() | (valid_S != target_S).any()
 
 
 def unknown_id_error(batches: Sequence[Microbatch], vocabulary: int) -> DataError:
-    """The error for microbatches with ids that the model lacks. `error.groups` are the groups with an unknown token, or all groups
-    if an unknown expert was the cause. No microbatch: the cause is on another rank."""
+    """The error for `batches`, the microbatches with ids that the model lacks. Empty `batches`: the ids are on another rank.
+    `error.groups` are the groups with an unknown token, or if an expert is unknown all groups of `batches`."""
     unknown = dict[int, int]()  # group -> an unknown id
     for batch in batches:
         node_T = np.repeat(np.arange(batch.node_length.size), batch.node_length)
@@ -121,7 +121,7 @@ def forward_routes(
     """Routes for one forward: they replay the recorded experts of `batch`, if any, and keep the routers' logits with
     `keep_logits`. With `siblings`, the routes are for this rank's tokens.
 
-    None if there is nothing to do. `routing`: of the model. Errors: ValueError if the model has no supported routers."""
+    None if there is nothing to replay or keep. Errors: ValueError if there is, but `routing` (of the model) is None."""
     if batch.routes is None and not keep_logits:
         return None
     if routing is None:
@@ -130,17 +130,17 @@ def forward_routes(
         )
     if batch.routes is None:
         return routing.record(keep_logits=True)
-    return routing.replay(dealt(batch.routes, siblings, MISSING), keep_logits=keep_logits)
+    return routing.replay(tokens_of_rank(batch.routes, siblings, MISSING), keep_logits=keep_logits)
 
 
 def replay_gaps(routes_TLk: npt.NDArray[Any]) -> dict[str, MetricSum]:
-    """The number of tokens without a recorded expert in at least one layer. A router chooses the experts of these tokens."""
+    """The metric of the tokens that lack a recorded expert in at least one layer, where the router chooses the experts."""
     tokens = int((routes_TLk[:, :, 0] == MISSING).any(1).sum())
     return {UNREPLAYED: MetricSum(torch.tensor(tokens), Normaliser.NONE)}
 
 
 def loss_inputs(batch: Microbatch, logp_S: Tensor, entropy_S: Tensor | None) -> LossInputs:
-    """The columns of `batch` as tensors on the device of `logp_S`; numbers have its dtype."""
+    """The columns of `batch` as tensors on the device of `logp_S`. Columns of real numbers get the dtype of `logp_S`."""
 
     def floats(values: npt.NDArray[object] | None) -> Tensor | None:  # type: ignore[type-var]  # not a numpy scalar type
         return None if values is None else to_device(values, logp_S.device).to(logp_S.dtype)

@@ -8,15 +8,14 @@
 If every rank keeps the gathered weights and whole gradients of its microbatches (`keep`), there are no rounds: microbatches run as
 they come, without a collective, and finish begins with one reduction.
 
-A microbatch without scored tokens, or of skipped groups, is counted and not queued. One reduction of [ranks, 2] numbers agrees on
-a round, and also says which ranks are finishing: a rank that finishes while others ask for a round first takes part in the round.
-So collectives of different ranks always match, however many rounds a rank asks for. Every rank must take part in each round:
-`pumps/train.py` calls the rounds.
+A microbatch without scored tokens, or of skipped groups, is counted and not queued. The ranks agree on a round by one reduction of
+[ranks, 2] numbers: the length of each rank's queue, and whether the rank is finishing. A finishing rank takes part in rounds until
+all ranks are finishing, so collectives of different ranks always match. `pumps/train.py` calls the rounds.
 
-Nothing is divided by the number of ranks: gradients are sums over all microbatches of all ranks, times 1/N. After the optimizer
-step the same closure gathers all weights in the matmul dtype into the policy that the engine reads, and raises the policy's
-version. So no other closure sees new weights under the old version. Log-probs without gradient use the gathered weights, so no
-shard is gathered for them.
+Nothing is divided by the number of ranks: gradients are sums over all microbatches of all ranks, times 1/N. The closure of the
+optimizer step also gathers all weights in the matmul dtype into the policy that the engine reads, and raises the policy's version.
+So no other closure sees new weights under the old version. Log-probs without gradient use the gathered weights, so no shard is
+gathered for them.
 
 Shape legend: T packed tokens, S scored tokens, E hidden size.
 """
@@ -56,7 +55,7 @@ from .trainer import TorchTrainer, local_norm
 
 
 class _Scoring(nn.Module):
-    """The root of the sharded modules. FSDP needs every read of a parameter inside its forward, the chunked head included."""
+    """The root of the sharded modules. FSDP gathers parameters only while this forward runs, so the chunked head runs here too."""
 
     def __init__(self, model: PreTrainedModel, transform: HeadTransform, kernel: HeadKernel | None) -> None:
         super().__init__()
@@ -103,10 +102,10 @@ class ShardedForward:
         transform: HeadTransform,
         kernel: HeadKernel | None = None,
         siblings: Collectives | None = None,
-        **cut: Any,
+        **sharding: Any,
     ) -> None:
         """`model`: full weights, on the host or on `device`; it is sharded in place. `transform`: the policy's transform of logits.
-        `siblings`: see `TorchTrainer`. `cut`: `collectives`, `shards` and `keep` of `ShardedParameters`. Errors: ConfigError."""
+        `siblings`: see `TorchTrainer`. `sharding`: `collectives`, `shards`, `keep` of `ShardedParameters`. Errors: ConfigError."""
         self._siblings = siblings
         frozen = require_trained(model, frozen_names(model))
         prepare(model, dtype=dtype)
@@ -119,10 +118,12 @@ class ShardedForward:
         self.has_unknown_ids = torch.tensor(False)  # of the newest call: as in `PolicyForward`
         self.device = device
         self.routing = Routing.of(model)
-        self.parameters = ShardedParameters(self._scoring, blocks_of(model), device, dtype, "model.", frozen, **cut)
+        self.parameters = ShardedParameters(
+            self._scoring, blocks_of(model), device, dtype, "model.", frozen, **sharding
+        )
 
     def __call__(self, batch: Microbatch, entropy_grad: bool, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
-        """`entropy_grad`: whether entropies have a gradient, too. `routes`: routes of this forward."""
+        """`entropy_grad`: whether entropies have a gradient, too. `routes`: see `forward_routes`."""
         device, share = self.device, Share(batch, self._siblings)
         own, plan = share.own, share.plan()
         plan.routes = routes
@@ -136,7 +137,7 @@ class ShardedForward:
         return logp_S, entropy_S
 
     def run_empty(self, entropy_grad: bool) -> None:
-        """Forward and backward of weight 0: two tokens through every sharded module, for a round without work."""
+        """Forward and backward of weight 0: two tokens through every sharded module. For a rank with an empty queue."""
         tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
         positions = torch.arange(2, device=self.device)
         logp_S, entropy_S = self._scoring(
@@ -149,19 +150,19 @@ class ShardedForward:
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder's layers: each is gathered as a whole, with its experts. Errors: ConfigError for a model without a list of
     layers, or with a module for each expert, since ranks run different experts."""
-    lists = [
+    expert_lists = [
         name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and name.endswith("experts")
     ]
-    if lists:
+    if expert_lists:
         raise ConfigError(
-            f"distributed.sharding is fsdp, but {type(model).__name__} has a module for each expert ({lists[0]}): ranks run "
+            f"distributed.sharding is fsdp, but {type(model).__name__} has a module for each expert ({expert_lists[0]}): ranks run "
             "different experts, and would wait for ever for gradients of the experts that they did not run; use "
             "distributed.sharding=replicate"
         )
     layers = getattr(decoder_of(model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise ConfigError(
-            f"distributed.sharding is fsdp, but {type(model).__name__} has no list of decoder layers to cut by; use "
+            f"distributed.sharding is fsdp, but {type(model).__name__} has no list of decoder layers to shard; use "
             "distributed.sharding=replicate"
         )
     return list(layers)
@@ -208,7 +209,7 @@ class ShardedTrainer(TorchTrainer):
         self._queue: deque[Microbatch] = deque()
         self._agreed = 0  # microbatches of this round that were not run yet
         self._all_finishing = False
-        self._broken = False  # an error ended a forward or backward
+        self._broken = False  # a forward or backward began and did not end
         super().__init__(
             policy,
             config,
@@ -220,12 +221,12 @@ class ShardedTrainer(TorchTrainer):
             parameters=self.sharded.parameters,
             siblings=siblings,
         )
-        self.forward = PolicyForward(policy, plain=True, siblings=siblings)
-        cut = self.sharded.parameters
-        if cut.rank + cut.replica * cut.ranks != self.reducer.rank or self.reducer.world_size % cut.ranks:
+        self.forward = PolicyForward(policy, unfused=True, siblings=siblings)
+        held, rank, world = self.sharded.parameters, self.reducer.rank, self.reducer.world_size
+        if held.rank + held.replica * held.ranks != rank or world % held.ranks:
             raise LifecycleError(
-                f"the model was sharded for rank {cut.rank} of {cut.ranks} in torch's default process group, but this is rank "
-                f"{self.reducer.rank} of {self.reducer.world_size}; leave that process group before this run"
+                f"the model was sharded for rank {held.rank} of {held.ranks} in torch's default process group, but this is rank "
+                f"{rank} of {world}; leave that process group before this run"
             )
 
     # -- rounds ------------------------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ class ShardedTrainer(TorchTrainer):
         self._all_finishing = False
 
     def train_microbatch(self, batch: Microbatch) -> None:
-        """Count the microbatch, and run it (`keep`) or queue it for a round. No collective."""
+        """Count the microbatch, and run it (`keep`; a collective of siblings) or queue it for a round (no collective)."""
         if self.keep:
             self._broken = True
             super().train_microbatch(batch)
@@ -262,7 +263,7 @@ class ShardedTrainer(TorchTrainer):
     def run_agreed(self) -> None:
         """Run one microbatch of this rank, or one of weight 0. A collective."""
         step = self._require_open()
-        assert self._agreed > 0, "every rank runs what was agreed on, and no more"
+        assert self._agreed > 0, "called more often than `agree_on_round` returned"
         self._agreed -= 1
         self._broken = True
         with torch.enable_grad():
@@ -283,7 +284,7 @@ class ShardedTrainer(TorchTrainer):
         return self._all_finishing and self._agreed == 0
 
     def finish_train_step(self) -> StepResult:
-        """See TorchTrainer. First runs the remaining rounds, if the caller has not done so by `agree_on_round`."""
+        """See TorchTrainer. First runs the rounds that the caller has not run."""
         step = self._require_open()
         if self.keep:
             self._zero_once(step)
@@ -312,7 +313,7 @@ class ShardedTrainer(TorchTrainer):
         return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.sharded.has_unknown_ids
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
-        """Does nothing: each backward, or the beginning of finish, has summed the gradients over ranks."""
+        """Does nothing: each backward, or with `keep` the beginning of finish, has summed the gradients over ranks."""
 
     def _norm(self, gradient: Tensor) -> float:
         """The norm over the shards of all ranks. A collective."""

@@ -31,7 +31,7 @@ from asyncrl.generation.embedded.sampling import Sampled
 from asyncrl.models.attention.general import GeneralAttention
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.fused import decoder, layers
-from asyncrl.models.head.output import PLAIN_HEAD
+from asyncrl.models.head.output import NO_TRANSFORM
 from asyncrl.models.policy import PolicyModel, prepare
 
 DEVICE = "pretended"
@@ -117,7 +117,7 @@ def on_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> PolicyModel:
     monkeypatch.setattr(decoder, "trace", lambda module: calls)
     monkeypatch.setattr(decoder, "matches", lambda *given: True)
     monkeypatch.setattr("asyncrl.models.policy.replace_norms", lambda module: 0)
-    monkeypatch.setattr("asyncrl.models.policy.is_plain", lambda embedding: True)
+    monkeypatch.setattr("asyncrl.models.policy.is_lookup", lambda embedding: True)
     monkeypatch.setattr(layers, "_activation", lambda function: "silu" if kind == "qwen3" else "gelu_tanh")
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -128,7 +128,7 @@ def on_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> PolicyModel:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE)
-    return PolicyModel(module, "bfloat16", transform=PLAIN_HEAD, head_kernel="torch")
+    return PolicyModel(module, "bfloat16", transform=NO_TRANSFORM, head_kernel="torch")
 
 
 def run_steps(kind: str, captured: bool, mode: NoWaits, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,8 +97,8 @@ def test_prefill_in_chunks_and_decode_equal_the_dense_formula(
         monkeypatch.setattr("asyncrl.generation.embedded.cache.kernel_for", lambda *case: kernel)
     if way == "in small parts":
         monkeypatch.setattr(plans, "_BAND_BYTES", 1)
-        monkeypatch.setattr(general_attention, "_MOST_QUERIES", 3)
-        monkeypatch.setattr(general_attention, "_FEWEST_QUERIES", 2)
+        monkeypatch.setattr(general_attention, "_MAX_QUERIES", 3)
+        monkeypatch.setattr(general_attention, "_MIN_QUERIES", 2)
     generator = torch.Generator().manual_seed(1)
     window, softcap, with_sinks = case
     sinks = torch.randn(HEADS, generator=generator, dtype=dtype) if with_sinks else None

@@ -170,7 +170,7 @@ async def test_its_outputs_are_those_of_the_trainer_also_while_it_generates(kind
         answers = await generate_all(made.engine, asked, compare_outputs)
         change_weights(policy)
         wrong = made.engine.output_bound.distance(await made.engine.outputs(), fixed_logprobs(policy))
-        assert wrong > made.engine.output_bound.once, "it still has the earlier weights, and its outputs show it"
+        assert wrong > made.engine.output_bound.hard_limit, "it still has the earlier weights, and its outputs show it"
         await made.move(policy.weights.working.clone(), policy.version)
         assert made.engine.output_bound.distance(await made.engine.outputs(), fixed_logprobs(policy)) < SAME
     compare(answers, expected)
@@ -220,7 +220,7 @@ async def test_a_cache_that_is_not_what_was_computed_shows_in_the_outputs() -> N
 
         core.step = forget
         wrong = made.engine.output_bound.distance(await made.engine.outputs(), fixed_logprobs(policy))
-        assert wrong > made.engine.output_bound.once
+        assert wrong > made.engine.output_bound.hard_limit
 
 
 class Letters:

@@ -21,7 +21,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from asyncrl.config.schema import LoraConfig
 from asyncrl.models.attention.tree import TreePlan
-from asyncrl.models.embedding import is_plain
+from asyncrl.models.embedding import is_lookup
 from asyncrl.models.native.norms import replace_norms, rms_norm
 from asyncrl.models.paths import FUSED, PACKED
 from asyncrl.models.policy import PolicyModel
@@ -407,9 +407,9 @@ def test_a_scaled_embedding_is_looked_up_like_any_other() -> None:
     hidden_of(policy)
     assert not dense
     embedding = module.get_input_embeddings()
-    assert is_plain(embedding)
+    assert is_lookup(embedding)
     embedding.forward = lambda tokens: torch.nn.functional.embedding(tokens, embedding.weight) ** 2
-    assert not is_plain(embedding)
+    assert not is_lookup(embedding)
 
 
 class _RaisingRMSNorm(LlamaRMSNorm):

@@ -13,7 +13,7 @@ from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.head import liger as liger_head
 from asyncrl.models.head.liger import choose_head_kernel, disagreement
-from asyncrl.models.head.logprobs import Columns, HeadPasses, own_passes, token_logprobs
+from asyncrl.models.head.logprobs import Columns, HeadPasses, default_passes, token_logprobs
 from asyncrl.models.head.output import HeadTransform
 from asyncrl.models.loading import load_policy
 
@@ -30,7 +30,7 @@ class Kernel:
 
     def passes(self, temperature_S: Tensor) -> HeadPasses:
         self.asked.append(temperature_S)
-        torch_passes = own_passes(torch.zeros(len(temperature_S), 1), V, 8)
+        torch_passes = default_passes(torch.zeros(len(temperature_S), 1), V, 8)
         spoil = self.spoil
 
         class Passes:

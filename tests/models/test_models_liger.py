@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.models.head.liger import MOST_TEMPERATURES, LigerHead, choose_head_kernel, disagreement
+from asyncrl.models.head.liger import MAX_TEMPERATURES, LigerHead, choose_head_kernel, disagreement
 from asyncrl.models.head.logprobs import HeadKernel, token_logprobs
 
 INSTALLED = importlib.util.find_spec("liger_kernel") is not None
@@ -121,7 +121,7 @@ def test_temperatures_beyond_those_that_are_compiled_go_through_torch(device: to
     hidden, weight, target, _ = case(device, torch.float32, 29)
     kernel = LigerHead()
     assert kernel.passes(torch.full((S,), 0.5)) is not None
-    many = torch.linspace(0.6, 1.4, MOST_TEMPERATURES).repeat_interleave(5)[:S]
+    many = torch.linspace(0.6, 1.4, MAX_TEMPERATURES).repeat_interleave(5)[:S]
     assert kernel.passes(many) is None and kernel.passes(many[:30]) is not None
     fresh = torch.linspace(1.5, 1.9, S)
     ours, by_torch = (run((hidden, weight, target, fresh), each, True) for each in (kernel, None))

@@ -105,7 +105,7 @@ def test_head(dtype: torch.dtype, vocabulary: int, entropy: bool, monkeypatch: p
     def compute() -> tuple[Tensor, ...]:
         logp, lse, spread = torch.empty(3, 9)
         own, columns = logits.clone(), logprobs.Columns(target, inverse, lse, spread)
-        passes = logprobs.own_passes(logits, vocabulary, chunk=4)
+        passes = logprobs.default_passes(logits, vocabulary, chunk=4)
         passes.statistics(own, 0, columns, logp)
         passes.gradient_(own, 0, columns, slope, outer if entropy else None)
         return logp, lse, spread, own

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from asyncrl.models.outputs import BOUNDS, DECODED, IN_A_ROW, TOKENS, Comparisons, bound_of
+from asyncrl.models.outputs import BOUNDS, CONSECUTIVE, DECODED, TOKENS, Comparisons, bound_of
 
 COUNT = TOKENS - 1
 DENSE = bound_of(BOUNDS, torch.float32, routed=False)
@@ -49,8 +49,8 @@ def test_what_is_far_off_or_no_number_is_wrong_at_once(bound: object) -> None:
 def test_with_experts_a_little_off_is_wrong_when_it_is_so_of_other_weights_again_and_again() -> None:
     little = dict.fromkeys(range(COUNT), 0.01)
     comparisons = Comparisons(ROUTED)
-    said = [comparisons.judge(off(version, little), row(version))[1] for version in range(IN_A_ROW)]
-    assert said[:-1] == [None] * (IN_A_ROW - 1) and "the third in a row" in str(said[-1])
+    said = [comparisons.judge(off(version, little), row(version))[1] for version in range(CONSECUTIVE)]
+    assert said[:-1] == [None] * (CONSECUTIVE - 1) and "3 comparisons in succession" in str(said[-1])
     comparisons = Comparisons(ROUTED)
     for version in range(20):  # a tie now and then
         assert comparisons.judge(off(version, little if version % 3 else {}), row(version))[1] is None

@@ -37,7 +37,7 @@ def test_scores_are_those_of_transformers_for_each_text_alone(tmp_path: Path, ki
     tokenizer = make_tokenizer(pad=None if pad == "none" else "<pad>")
     raw = make_classifier(kind, pad=0 if pad == "both" else None)
     model = load(save(tmp_path, raw, tokenizer), tokens=90)
-    texts = [model.text(*text) for text in TEXTS]
+    texts = [model.tokenize(*text) for text in TEXTS]
     expected = []
     for prompt, completion in TEXTS:
         rendered = f"<u>{prompt}<e><a>{completion}<e>"
@@ -53,7 +53,7 @@ def test_scores_are_those_of_transformers_for_each_text_alone(tmp_path: Path, ki
 @pytest.mark.parametrize(("dtype", "most"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.05)])
 def test_a_score_does_not_depend_on_the_batch(tmp_path: Path, dtype: str, most: float) -> None:
     model = load(save(tmp_path, make_classifier("qwen2"), make_tokenizer()), dtype, tokens=1000)
-    texts = [model.text(*text) for text in TEXTS]
+    texts = [model.tokenize(*text) for text in TEXTS]
     assert len(list(model.batches(texts))) == 1
     assert together(model, texts) == pytest.approx([model.scores([text])[0] for text in texts], abs=most)
     assert together(model, texts) == together(model, texts)
@@ -93,7 +93,7 @@ def test_messages_are_rendered_by_the_models_own_template(tmp_path: Path) -> Non
     tokenizer = make_tokenizer()
 
     def words(*text: Any) -> str:
-        return "".join(tokenizer.convert_ids_to_tokens(model.text(*text)))
+        return "".join(tokenizer.convert_ids_to_tokens(model.tokenize(*text)))
 
     chat = [{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}]
     assert words("ab", "c1") == "<u>ab<e><a>c1<e>"
@@ -104,9 +104,9 @@ def test_messages_are_rendered_by_the_models_own_template(tmp_path: Path) -> Non
 
 def test_without_a_template_strings_follow_each_other_and_messages_are_refused(tmp_path: Path) -> None:
     model = load(save(tmp_path, make_classifier(), make_tokenizer(template=None)))
-    assert make_tokenizer().convert_ids_to_tokens(model.text("ab", "c1")) == list("abc1")
+    assert make_tokenizer().convert_ids_to_tokens(model.tokenize("ab", "c1")) == list("abc1")
     with pytest.raises(RewardError, match="no chat template"):
-        model.text([{"role": "user", "content": "ab"}], [{"role": "assistant", "content": "c1"}])
+        model.tokenize([{"role": "user", "content": "ab"}], [{"role": "assistant", "content": "c1"}])
 
 
 def test_several_outputs_need_a_choice(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_several_outputs_need_a_choice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 3 outputs"):
         load(f"{HERE}:wide")
     for model in (load(path, label=2), load(f"{HERE}:wide", label=2)):
-        row = model.text("ab", "c")
+        row = model.tokenize("ab", "c")
         with torch.no_grad():
             found = model.module(
                 input_ids=torch.tensor([row]), attention_mask=torch.ones(1, len(row), dtype=torch.int64)
@@ -129,7 +129,7 @@ def test_several_outputs_need_a_choice(tmp_path: Path) -> None:
 def test_any_module_by_its_address(tmp_path: Path) -> None:
     model = load(f"{HERE}:mean")
     assert model.name == "mean" and load(f"{HERE}:mean", name="judge").name == "judge"
-    row = model.text("ab", "c")
+    row = model.tokenize("ab", "c")
     raw = Mean()
     with torch.no_grad():
         expected = float(raw(torch.tensor([row]), torch.ones(1, len(row))))

@@ -176,8 +176,8 @@ def test_the_choice_is_said() -> None:
     assert describe(dynamic(), CONTEXT + 1).startswith(
         "rotary (dynamic): rows may grow to 17 tokens, past the original context"
     )
-    assert describe(dynamic(), LONGEST).endswith("serve the model with those of rows of 40 tokens")
-    assert describe(longrope(), LONGEST).endswith("serve the model with those of rows past 16 tokens")
+    assert describe(dynamic(), LONGEST).endswith("serve the model with the frequencies of rows of 40 tokens")
+    assert describe(longrope(), LONGEST).endswith("serve the model with the frequencies of rows past 16 tokens")
     assert describe(LlamaConfig(**SMALL), 1 << 20) == ""
 
 

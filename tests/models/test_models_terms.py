@@ -107,8 +107,8 @@ def test_equals_the_dense_formula(
     if way == "ragged":
         monkeypatch.setattr("asyncrl.models.attention.tree.kernel_for", lambda *case: kernel)
     if way == "small blocks":
-        monkeypatch.setattr(general_attention, "_MOST_QUERIES", 3)
-        monkeypatch.setattr(general_attention, "_FEWEST_QUERIES", 2)
+        monkeypatch.setattr(general_attention, "_MAX_QUERIES", 3)
+        monkeypatch.setattr(general_attention, "_MIN_QUERIES", 2)
     window, softcap, with_sinks = case
     plan, mask = build(trees)
     leaves = inputs(mask.shape[0], (9, 3, 16), torch.float64)
@@ -125,8 +125,8 @@ def test_equals_the_dense_formula(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     if way == "ragged":
         alone = window is not None and softcap is None and not with_sinks
-        plain = terms.simplified_for(plan.longest).plain  # a window that no row leaves
-        expected_calls = 2 + 2 * inner_levels(trees) if plain else 2 if alone else 0
+        empty = terms.simplified_for(plan.longest).empty  # a window that no row leaves
+        expected_calls = 2 + 2 * inner_levels(trees) if empty else 2 if alone else 0
         assert kernel.calls == expected_calls, "the kernel has neither caps nor sinks"
 
 

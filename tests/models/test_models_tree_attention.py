@@ -178,8 +178,8 @@ def test_a_forest_equals_its_rows_alone(seed: int, way: str, monkeypatch: pytest
         for ours, theirs in zip(found, right, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
         # A window that no row leaves is none.
-        plain = terms.simplified_for(plan.longest).plain
-        assert kernel.calls == (0 if way != "ragged" else 2 + 2 * inner_levels(nodes) if plain else 2)
+        empty = terms.simplified_for(plan.longest).empty
+        assert kernel.calls == (0 if way != "ragged" else 2 + 2 * inner_levels(nodes) if empty else 2)
 
 
 def test_without_a_kernel_a_gpu_pads_no_rows_of_deep_trees(monkeypatch: pytest.MonkeyPatch) -> None:

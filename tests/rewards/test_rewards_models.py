@@ -29,7 +29,7 @@ class Letters:
         self.batched: list[int] = []
         self.answer: Any = None
 
-    def text(self, prompt: Any, completion: Any) -> list[int]:
+    def tokenize(self, prompt: Any, completion: Any) -> list[int]:
         self.threads.add(threading.current_thread().name)
         return [ord(letter) for letter in prompt + completion]
 

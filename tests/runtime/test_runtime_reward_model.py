@@ -54,7 +54,7 @@ def test_the_documented_example_trains_on_what_the_classifier_says(here: Path) -
     judge = load_reward_model(RewardModelConfig(path="my/classifier"), "float32", CPU, 128)
     for row in rows:
         # In the run, sixteen or so were beside it.
-        [alone] = judge.scores([judge.text(row["prompt"], row["completion"])])
+        [alone] = judge.scores([judge.tokenize(row["prompt"], row["completion"])])
         assert row["components"]["classifier"] == pytest.approx(alone, rel=1e-4, abs=1e-5)
         assert row["reward"] == pytest.approx(alone - 0.1 * len(row["completion"]), rel=1e-4, abs=1e-4)
     for number, line in enumerate(lines):

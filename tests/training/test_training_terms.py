@@ -32,7 +32,7 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import TrainStepError
 from asyncrl.models.head.logprobs import token_logprobs
-from asyncrl.models.head.output import PLAIN_HEAD
+from asyncrl.models.head.output import NO_TRANSFORM
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Microbatch, StepResult
 
@@ -100,7 +100,7 @@ def test_models_and_what_they_do_around_their_heads(kind: str, tied: bool, exact
     groups, loss = batch(), everything("grpo")
     expected, gradients = oracle_gradient(tiny_module(kind, tied), groups, loss, columns_too=True)
     policy = tiny_policy(kind=kind, tied=tied)
-    assert (policy.transform != PLAIN_HEAD) == (kind in ("capped", "scaled"))
+    assert (policy.transform != NO_TRANSFORM) == (kind in ("capped", "scaled"))
     assert (policy.head.bias is not None) == (kind == "biased")
     result, found = run(cut(groups, 25, 25), loss, second=True, policy=policy)
     assert set(found) == set(gradients) and ("lm_head.weight" in found) == (not tied)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.models.attention.general import attend_seen, cut, visible
-from asyncrl.models.attention.interface import PLAIN, AttentionTerms, PlanWithRoutes
+from asyncrl.models.attention.interface import NO_TERMS, AttentionTerms, PlanWithRoutes
 from asyncrl.models.attention.ragged import Ends, RaggedRows
 from asyncrl.models.copying import to_device
 from asyncrl.models.native import library as native
@@ -125,16 +125,16 @@ class DecodePlan(PlanWithRoutes):
         return _CachePieces.make_layout(cache, row_n, position_n, np.ones_like(row_n))
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS
     ) -> Tensor:
         """`query` [n, H, D], `key` and `value` [n, K, D] -> [n, H, D]."""
         cache = self.cache
         size = cache.shape.head_size
         if self._ragged is not None and self._ragged.attends(terms):
             return self._ragged.attend(layer, query, key, value, scaling, terms.simplified_for(self.longest).window)
-        if terms is not PLAIN:
+        if terms is not NO_TERMS:
             terms = terms.simplified_for(self.longest)
-            if not terms.plain:
+            if not terms.empty:
                 return self._attend_with_terms(layer, query, key, value, scaling, terms)
         if cache.native:
             return native.decode_attention(
@@ -234,7 +234,7 @@ class ExtendPlan(PlanWithRoutes):
         return mask.masked_fill_(torch.arange(end, device=device) > query_position, float("-inf"))
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS
     ) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D]."""
         cache = self.cache
@@ -246,7 +246,7 @@ class ExtendPlan(PlanWithRoutes):
             cache.keys[layer][piece.row, :, positions] = key[packed].transpose(0, 1)
             cache.values[layer][piece.row, :, positions] = value[packed].transpose(0, 1)
         terms = terms.simplified_for(self.longest)
-        if not terms.plain:
+        if not terms.empty:
             return self._attend_with_terms(layer, query, scaling, terms)
         out = torch.empty_like(query)
         for first, last in self.groups:

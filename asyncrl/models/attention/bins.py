@@ -18,7 +18,7 @@ from ..copying import to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBin:
-    """Padding repeats a real token. `queries_of` can zero the gradients of padded queries. The caller must mask padded keys."""
+    """Padding repeats a real token. The caller must mask padded keys, and zero the gradients of padded queries (`queries_of`)."""
 
     rows: int  # R
     length: int  # L

@@ -1,11 +1,11 @@
-"""Attention over packed trees whose tokens are dealt over ranks (`distributed.context`; DeepSpeed Ulysses, arXiv:2309.14509).
+"""Attention over packed trees whose tokens are spread over ranks (`distributed.context`; DeepSpeed Ulysses, arXiv:2309.14509).
 
 n siblings share each microbatch: sibling r holds the tokens r, r + n, r + 2n, ... Attention needs all tokens, but one head at a
 time. So an all-to-all turns a share of the tokens into a share of the heads, `TreePlan` attends, and another all-to-all turns back:
 
-    q k v  [t, H or K, D]  ->  [T, h or k, D]  -> attention of the own heads ->  [T, h, D]  ->  [t, H, D]
+    q k v  [t, H or K, D]  ->  [T, h or k, D]  -> attention of r's heads    ->  [T, h, D]  ->  [t, H, D]
 
-Backward exchanges the inputs again, because saving them by heads too would double what attention saves.
+Backward exchanges the inputs again, because saving them in both layouts would double the saved memory.
 Each sibling needs the key/value heads of its query heads. If n does not divide K, every key/value head is sent lcm(K, n)/K
 times, so that each sibling gets k of them.
 
@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Microbatch
 
 from ..paths import ModelPath
-from .interface import PLAIN, AttentionTerms
+from .interface import NO_TERMS, AttentionTerms
 from .tree import TreeAttention, TreePlan
 
 
@@ -62,16 +62,16 @@ class ContextPlan(TreePlan):
         self._siblings = siblings
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS
     ) -> Tensor:
         """`query` [t, H, D], `key` and `value` [t, K, D] -> [t, H, D]. A collective, and its backward as well."""
         result: Tensor = TreeAttention.apply(query, key, value, terms.sinks, self, scaling, terms)
         return result
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS
     ) -> tuple[Tensor, Tensor]:
-        """See `TreePlan.forward`; tensors of the own tokens. The second result has only the own heads."""
+        """See `TreePlan.forward`, for this rank's tokens. The second result has only this rank's heads."""
         repeats = self._repeats(query, key)
         q, k, v = self._exchange((query, _repeat(key, repeats), _repeat(value, repeats)), self.tokens)
         out, saved = super().forward(q, k, v, scaling, self._of_own_heads(terms))
@@ -83,10 +83,10 @@ class ContextPlan(TreePlan):
         saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         scaling: float,
         gradients: tuple[Tensor, Tensor, Tensor],
-        terms: AttentionTerms = PLAIN,
+        terms: AttentionTerms = NO_TERMS,
         sinks_gradient: Tensor | None = None,
     ) -> None:
-        """See `TreePlan.backward`; tensors of the own tokens. `sinks_gradient` gets the part of the own heads."""
+        """See `TreePlan.backward`, for this rank's tokens. `sinks_gradient` gets the part of this rank's heads."""
         query, key, value, out, lse = saved
         repeats = self._repeats(query, key)
         inputs = query, _repeat(key, repeats), _repeat(value, repeats), out, grad
@@ -106,7 +106,7 @@ class ContextPlan(TreePlan):
         return siblings // math.gcd(key.shape[1], siblings)
 
     def _exchange(self, parts: Sequence[Tensor], rows: int) -> list[Tensor]:
-        """The all-to-all in both directions, for each part: [t, n x, D] -> [T, x, D] if `rows` is T, and back if it is t."""
+        """The all-to-all of each part: [t, n x, D] -> [T, x, D] if `rows` is T, and [T, x, D] -> [t, n x, D] if `rows` is t."""
         siblings = self._siblings.world_size
         own, size = self.tokens // siblings, parts[0].shape[2]
         # Token i belongs to sibling i % n, so both layouts are [t, n, x, D].

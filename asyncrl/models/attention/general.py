@@ -27,14 +27,14 @@ from .bins import RowBin, index_tensor
 from .rows import NodeRow
 
 # Bounds for the number of queries in a block. In a large block, each query also gets many scores of keys that it cannot see.
-_MOST_QUERIES = 128
-_FEWEST_QUERIES = 16
-_BLOCK_BYTES = 16 << 20  # most bytes of the float32 scores of one block
-# Most bytes of the float32 scores of one bin: about the size of the cores' caches.
+_MAX_QUERIES = 128
+_MIN_QUERIES = 16
+_BLOCK_BYTES = 16 << 20  # limit of the float32 scores of one block
+# Limit of the float32 scores of one bin: about the size of the cores' caches.
 _BIN_BYTES = 4 << 20
 _MAX_PADDED_PER_REAL = 1.25  # scores of a bin, with and without padding
-# The same two limits on a GPU, where the fifty launches of a bin cost more than its padding.
-_DEVICE_BINS = 128 << 20, 2.0
+# `_BIN_BYTES` and `_MAX_PADDED_PER_REAL` on a GPU, where the fifty launches of a bin cost more than its padding.
+_GPU_BIN_LIMITS = 128 << 20, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class QueryBlock:
 
 @dataclass(frozen=True, slots=True)
 class _LazyBin:
-    """A bin of blocks. `build` computes its key indices at each use, because those of all bins would outgrow the inputs."""
+    """A bin of blocks. `build` computes key indices at each use, because stored indices of all bins would outgrow the inputs."""
 
     # [6, R, 1] int64. Of each block: place and length of the row's context in `contexts`, start of the own tokens, low, first, end.
     members: Tensor
@@ -193,23 +193,23 @@ def _weights(
 
 
 def cut(context: int, length: int, window: int | None, heads: int, row: int = 0) -> list[QueryBlock]:
-    """Cuts the `length` own tokens of a row, which follow `context` tokens, into blocks, in order. `heads`: query heads."""
+    """Cuts the own tokens of a row (`length` tokens after a context of `context` tokens) into blocks, in order. `heads`: H."""
     first, total = context, context + length
     blocks = []
     # A block of more queries than the window would waste more scores than it uses.
-    most = _MOST_QUERIES if window is None else max(_FEWEST_QUERIES, min(_MOST_QUERIES, window))
+    limit = _MAX_QUERIES if window is None else max(_MIN_QUERIES, min(_MAX_QUERIES, window))
     while first < total:
         low = 0 if window is None else max(0, first - window + 1)
-        fit = _BLOCK_BYTES // (4 * heads * (first - low + most))
-        end = min(total, first + max(min(most, fit), _FEWEST_QUERIES))
+        fitting = _BLOCK_BYTES // (4 * heads * (first - low + limit))
+        end = min(total, first + max(min(limit, fitting), _MIN_QUERIES))
         blocks.append(QueryBlock(row, low, first, end))
         first = end
     return blocks
 
 
 def _group_into_bins(blocks: list[QueryBlock], heads: int, device: torch.device) -> list[list[QueryBlock]]:
-    """Sorts blocks by size. A block starts a new bin if the last bin would exceed `_MAX_PADDED_PER_REAL` or `_BIN_BYTES`."""
-    most_bytes, most_padded = (_BIN_BYTES, _MAX_PADDED_PER_REAL) if device.type == "cpu" else _DEVICE_BINS
+    """Sorts blocks by size. A block starts a new bin if the last bin would exceed one of the two limits of the device."""
+    max_bytes, max_padded = (_BIN_BYTES, _MAX_PADDED_PER_REAL) if device.type == "cpu" else _GPU_BIN_LIMITS
     bins: list[list[QueryBlock]] = []
     bin_scores = bin_length = 0
     for block in sorted(blocks, key=lambda block: (-block.width, -block.length)):
@@ -217,7 +217,7 @@ def _group_into_bins(blocks: list[QueryBlock], heads: int, device: torch.device)
         if bins:
             longest = max(bin_length, block.length)
             padded = (len(bins[-1]) + 1) * bins[-1][0].width * longest
-            if padded <= most_padded * (bin_scores + scores) and padded * heads * 4 <= most_bytes:
+            if padded <= max_padded * (bin_scores + scores) and padded * heads * 4 <= max_bytes:
                 bins[-1].append(block)
                 bin_scores, bin_length = bin_scores + scores, longest
                 continue

@@ -32,13 +32,11 @@ PLAN_ARGUMENT = "attention_plan"
 
 # Keyword arguments of transformers' attention calls that are safe to ignore. Some repeat the mask, and some are read by other
 # attention implementations only.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "position_ids", "position_embeddings", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
-        "sliding_window", "num_items_in_batch", "cache_position", "layer_idx", "output_router_logits", "is_causal",
-        "logits_to_keep", "labels",
-    }
-)  # fmt: skip
+_WITHOUT_EFFECT = {
+    "position_ids", "position_embeddings", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+    "sliding_window", "num_items_in_batch", "cache_position", "layer_idx", "output_router_logits", "is_causal",
+    "logits_to_keep", "labels",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +53,8 @@ class AttentionTerms:
     sinks: Tensor | None = None
 
     @property
-    def plain(self) -> bool:
-        """Whether the layer has no addition."""
+    def empty(self) -> bool:
+        """Whether there is no addition."""
         return self.window is None and self.softcap is None and self.sinks is None
 
     def simplified_for(self, longest: int) -> AttentionTerms:
@@ -66,7 +64,7 @@ class AttentionTerms:
         return AttentionTerms(None, self.softcap, self.sinks)
 
 
-PLAIN = AttentionTerms()
+NO_TERMS = AttentionTerms()
 
 
 class PlanWithRoutes:
@@ -81,7 +79,7 @@ class AttentionPlan(Protocol):
     routes: Routes | None
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS
     ) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] (rotary applied) -> [T, H, D]. Training plans are differentiable."""
 

@@ -4,10 +4,10 @@ A kernel reads packed queries [Q, H, D], packed keys and values [C, K, D], and t
 [Q, H, D] and the log-sum-exp [H, Q]. `FlashKernel` is torch's FlashAttention, for bfloat16 and float16. Each process compares
 the kernel with products in float64. The comparison of whole models (runtime/gate.py) runs in float32, without the kernel.
 
-A layer without a window takes one call more than the trees have levels below their roots. In the first call each token attends to
-its own node. In one more call for each level, all descendants of each node of that level attend to the node. The descendants of a
-node are adjacent, and nodes of a level share none. The log-sum-exp merges the results. Backward gives the merged output and
-log-sum-exp to all calls, which makes all gradients exact (Liu et al., arXiv:2310.01889).
+In the first call of a layer without a window each token attends to its own node. In one more call for each level of inner nodes,
+all descendants of each node of that level attend to the node. The descendants of a node are adjacent, and nodes of a level share no
+descendants. The log-sum-exp merges the results. Backward gives the merged output and log-sum-exp to all calls, which makes all
+gradients exact (Liu et al., arXiv:2310.01889).
 
 A layer with a window takes one call. The keys of a row are its own tokens and the last `window - 1` tokens of its context.
 Gradients of keys that several rows share are summed in float32.
@@ -64,7 +64,8 @@ class Kernel(Protocol):
         """(output [Q, H, D], log-sum-exp [H, Q] in float32 or wider). Autograd does not record this call."""
 
     def cached(self, qkv: Sequence[Tensor], rows: RaggedRows, used_N: Tensor, scaling: float) -> Tensor:
-        """For a cache: `rows.keys.ends[n]` is the index of row n's first key, `used_N[n]` (int32) the number of row n's keys."""
+        """The output [Q, H, D] over keys in a cache: `rows.keys.ends[n]` is the index of row n's first key, and `used_N[n]` (int32)
+        the number of row n's keys."""
 
     def backward(
         self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
@@ -73,7 +74,7 @@ class Kernel(Protocol):
 
 
 class FlashKernel:
-    """torch's variable-length FlashAttention. The same two operators dispatch to versions 2, 3 and 4."""
+    """torch's variable-length FlashAttention. Its two operators dispatch to versions 2, 3 and 4."""
 
     def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
         results = torch.ops.aten._flash_attention_forward(
@@ -184,7 +185,7 @@ class _Level(NamedTuple):
 
     rows: RaggedRows
     below: slice | Tensor  # packed indices of the descendants
-    nodes: slice | Tensor  # of the nodes' own tokens
+    nodes: slice | Tensor  # packed indices of the nodes' own tokens
 
 
 class RaggedTree:
@@ -205,12 +206,12 @@ class RaggedTree:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> the output [T, H, D] and its log-sum-exp [H, T]."""
         out, lse = self.kernel.forward((query, key, value), self.own_rows, scaling)
-        # With one level, a 16-bit result is rounded once more. With several levels a float32 sum is rounded at the end.
+        # With one level a 16-bit sum costs one more rounding. The sum of several levels is in float32, and rounded at the end.
         total = out if len(self.levels) < 2 else out.to(lse.dtype)
         for rows, below, nodes in self.levels:
             part, part_lse = self.kernel.forward((query[below], key[nodes], value[nodes]), rows, scaling)
             lse_before = lse[:, below]
-            share = (part_lse - lse_before).sigmoid_().t().unsqueeze(-1)  # of the node in the joint softmax
+            share = (part_lse - lse_before).sigmoid_().t().unsqueeze(-1)  # the node's part of the joint softmax
             total[below] = (total[below] * (1 - share)).addcmul_(part, share).to(total.dtype)
             lse[:, below] = torch.logaddexp(lse_before, part_lse)
         return total.to(out.dtype), lse
@@ -223,7 +224,7 @@ class RaggedTree:
         own_gradients = self.kernel.backward(grad, (query, key, value), out, lse, self.own_rows, scaling)
         for target, part in zip(gradients, own_gradients, strict=True):
             target.copy_(part)
-        # A key gets a gradient from its own node and from one level. A query gets one from each level above its node.
+        # A key gets a gradient from its own node and from one level. A query gets one from its own node and from each level above.
         query_sum = gradients[0] if len(self.levels) < 2 else own_gradients[0].to(lse.dtype)
         for rows, below, nodes in self.levels:
             qkv, part_lse = (query[below], key[nodes], value[nodes]), lse[:, below].contiguous()

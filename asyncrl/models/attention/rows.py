@@ -1,11 +1,10 @@
 """Attention over packed trees by batched matrix products. A padded row holds the context of a node and the node's own tokens.
 
-The scores of a short row (hundreds of tokens, as in most training) fit the cache. Then plain products and one softmax are faster
+The scores of a short row (hundreds of tokens, as in most training) fit the cache. Then two products and one softmax are faster
 than torch's flash kernel on a CPU. The gain is largest in bfloat16, where the flash backward has a fifth of its float32 rate.
 Rows of similar lengths share a bin. The size of a bin is limited, so that its scores stay in the cache.
 
 Scores (q k') and softmax are computed in float32, or float64 for float64 inputs. The other products have the dtype of the inputs.
-The query heads of one key/value head are stacked as rows of one product, so keys and values are never expanded.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, G = H/K, D head size. A bin has R rows of L own tokens
 after P context tokens, and C = P + L.
@@ -25,12 +24,12 @@ from asyncrl.types import Int64Array
 from ..native import library as native
 from .bins import RowBin, index_tensor
 
-# Most bytes of the float32 scores of one bin: about the size of the cores' caches.
+# Limit of the float32 scores of one bin: about the size of the cores' caches.
 _BIN_BYTES = 4 << 20
 _MAX_PADDED_PER_REAL = 1.25  # scores of a bin, with and without padding
-# Most keys of the mean query, as a multiple of the longest row that fits without a context. Only a tree of more than two levels
-# can exceed the limit, with many short rows that have long contexts.
-_MEAN_KEYS = 1.62
+# Limit of the mean number of keys per query, as a multiple of the longest row that fits without a context. Only a tree of more than
+# two levels can exceed the limit, with many short rows that have long contexts.
+_MAX_MEAN_KEYS = 1.62
 
 
 class NodeRow(NamedTuple):
@@ -60,17 +59,17 @@ class _ScoreBin(RowBin):
 
 
 def row_bytes(itemsize: int) -> int:
-    """The most bytes of float32 scores of a row for plain products. `itemsize`: bytes of an element of the queries.
+    """Limit of the float32 scores of a row for `RowAttention`, in bytes. `itemsize`: bytes of an element of the queries.
 
     A longer row is faster with torch's flash kernel, which stores no scores, but has a slow backward in 16-bit types."""
     return (32 if itemsize < 4 else 4) << 20
 
 
 def fits(rows: list[NodeRow], heads: int, itemsize: int) -> bool:
-    """Whether all rows are short enough for plain products, and backward can keep the scores of all rows. `itemsize`: bytes of an
-    element of the queries."""
-    scores, most = [row.length * row.total for row in rows], row_bytes(itemsize) / (4 * heads)
-    return max(scores) <= most and sum(scores) <= _MEAN_KEYS * most**0.5 * sum(row.length for row in rows)
+    """Whether all rows are short enough for `RowAttention`, and their weights together are small enough to be kept for backward.
+    `itemsize`: bytes of an element of the queries."""
+    scores, limit = [row.length * row.total for row in rows], row_bytes(itemsize) / (4 * heads)
+    return max(scores) <= limit and sum(scores) <= _MAX_MEAN_KEYS * limit**0.5 * sum(row.length for row in rows)
 
 
 class RowAttention:
@@ -78,7 +77,7 @@ class RowAttention:
 
     def __init__(self, rows: list[NodeRow], heads: int, dtype: torch.dtype) -> None:
         """`dtype`: of the scores."""
-        # Rows without a context share no bin with rows that have one: they would be padded by the whole context.
+        # Rows with and without a context share no bin: a row without a context would be padded by the whole context.
         roots = [row for row in rows if not row.context.size]
         groups = group_into_bins(roots, heads) + group_into_bins([row for row in rows if row.context.size], heads)
         self._bins = [_make_bin(members, dtype) for members in groups]

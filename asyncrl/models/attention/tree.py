@@ -1,11 +1,11 @@
-"""Attention over packed trees of any depth. A token attends to its own node up to itself, and to all tokens of all ancestors.
+"""Attention over packed trees of any depth. A token attends to its node up to itself, and to all ancestors of the node.
 
-Attention is computed in blocks. In a causal block, a node attends to itself. In one more block for each inner node, all its
-descendants, which are adjacent, attend to the whole node. So no block needs a mask tensor or padding. The partial results of a
-token are merged by their log-sum-exp. Backward gives the *merged* output and log-sum-exp to each block, so the gradient of every
-block is exact. Ring attention uses the same identity (Liu et al., arXiv:2310.01889).
+Attention is computed in blocks. In a causal block, a node attends to itself. In one more block for each inner node, all
+descendants of the node, which are adjacent, attend to the whole node. So no block needs a mask tensor or padding. The partial
+results of a token are merged by their log-sum-exp. Backward gives the *merged* output and log-sum-exp to each block, so the
+gradient of every block is exact. Ring attention uses the same identity (Liu et al., arXiv:2310.01889).
 
-Plain attention has four implementations:
+Attention without terms (see below) has four implementations:
 * CPU, short rows: `RowAttention` (rows.py).
 * CPU, longer rows: torch's flash kernel on views of the packed tensors. Its bfloat16 backward has a fifth of the float32 rate,
   so bfloat16 is computed in float32.
@@ -39,7 +39,7 @@ from ..copying import to_device
 from ..native import library as native
 from .bins import index_tensor
 from .general import GeneralAttention
-from .interface import PLAIN, AttentionTerms, PlanWithRoutes
+from .interface import NO_TERMS, AttentionTerms, PlanWithRoutes
 from .ragged import RaggedTree, RaggedWindow, kernel_for
 from .rows import NodeRow, RowAttention, fits
 
@@ -84,7 +84,7 @@ class TreePlan(PlanWithRoutes):
         depths: list[int] = []  # of a node: how many ancestors have tokens
         levels = defaultdict[int, list[tuple[slice, slice]]](list)
         for node, parent in enumerate([*parents, -1]):
-            # Here end the subtrees of the previous node and of its ancestors below `parent`.
+            # The subtrees of the previous node and of its ancestors below `parent` end here.
             ended = node - 1
             while ended not in (parent, -1):
                 if starts[ended] < starts[ended + 1] < starts[node]:
@@ -100,7 +100,7 @@ class TreePlan(PlanWithRoutes):
             depths.append(depths[parent] + (lengths[parent] > 0) if parent >= 0 else 0)
             if lengths[node]:
                 self.rows.append(NodeRow(contexts[parent], starts[node], lengths[node]))
-        # The packed indices of (descendants, own tokens) of each inner node. The first level are the roots.
+        # By level, from the roots on: packed indices of (descendants, own tokens) of each inner node.
         self.levels = [levels[depth] for depth in sorted(levels)]
         self.longest = max((row.total for row in self.rows), default=0)
         self._general: dict[tuple[int | None, int, torch.device], GeneralAttention] = {}
@@ -120,7 +120,7 @@ class TreePlan(PlanWithRoutes):
         return [np.concatenate([row.context, np.r_[row.own]]) for row in self.rows if row.start not in inner]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS
     ) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D] in the dtype of `query`. Differentiable in query, key,
         value and sinks."""
@@ -133,7 +133,7 @@ class TreePlan(PlanWithRoutes):
 
     def _pads(self, query: Tensor, terms: AttentionTerms) -> bool:
         """Whether, without a ragged kernel, `attend_masked` computes this layer."""
-        return query.device.type != "cpu" and terms.plain and len(self.levels) < 2
+        return query.device.type != "cpu" and terms.empty and len(self.levels) < 2
 
     def _check_count(self, query: Tensor, ranks: int = 1) -> None:
         if query.shape[0] * ranks != self.tokens:
@@ -141,7 +141,7 @@ class TreePlan(PlanWithRoutes):
             raise ValueError(f"the plan describes {shares}, but the model passed {query.shape[0]} queries")
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS
     ) -> tuple[Tensor, Tensor]:
         """(output, saved): the output of `attend` without an autograd graph, and one tensor that `backward` needs. `saved` is
         the log-sum-exp, the attention weights of short rows, or an empty tensor if `backward` computes the forward again."""
@@ -152,7 +152,7 @@ class TreePlan(PlanWithRoutes):
             return ragged.forward(query, key, value, scaling)
         if self._pads(query, terms):
             return self.attend_masked(query, key, value, scaling), query.new_empty(0)
-        if not terms.plain or query.device.type != "cpu":
+        if not terms.empty or query.device.type != "cpu":
             general = self._general_plan(query, terms)
             return general.forward(query, key, value, scaling, terms.softcap, terms.sinks), query.new_empty(0)
         short = self._short_row_plan(query)
@@ -180,7 +180,7 @@ class TreePlan(PlanWithRoutes):
         saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         scaling: float,
         gradients: tuple[Tensor, Tensor, Tensor],
-        terms: AttentionTerms = PLAIN,
+        terms: AttentionTerms = NO_TERMS,
         sinks_gradient: Tensor | None = None,
     ) -> None:
         """Writes the gradients of query, key and value into `gradients`. `saved`: query, key, value and the two results of
@@ -198,7 +198,7 @@ class TreePlan(PlanWithRoutes):
             for target, part in zip(gradients, torch.autograd.grad(recomputed, leaves, grad), strict=True):
                 target.copy_(part)
             return
-        if not terms.plain or query.device.type != "cpu":
+        if not terms.empty or query.device.type != "cpu":
             general = self._general_plan(query, terms)
             inputs = query, key, value
             general.backward(grad, inputs, scaling, terms.softcap, terms.sinks, gradients, sinks_gradient)
@@ -250,9 +250,9 @@ class TreePlan(PlanWithRoutes):
             return None
         case = heads, dtype = query.shape[1], query.dtype
         if case not in self._short:
-            scores = torch.promote_types(dtype, torch.float32)
+            scores_dtype = torch.promote_types(dtype, torch.float32)
             short = fits(self.rows, heads, dtype.itemsize)
-            self._short[case] = RowAttention(self.rows, heads, scores) if short else None
+            self._short[case] = RowAttention(self.rows, heads, scores_dtype) if short else None
         return self._short[case]
 
     def _general_plan(self, query: Tensor, terms: AttentionTerms) -> GeneralAttention:
@@ -342,7 +342,7 @@ class TreeAttention(torch.autograd.Function):
         scaling: float,
         terms: AttentionTerms,
     ) -> Tensor:
-        """`sinks` is `terms.sinks`: autograd tracks tensors only if they are arguments of their own."""
+        """`sinks` is `terms.sinks`: autograd tracks a tensor only if it is an argument itself."""
         out, lse = plan.forward(query, key, value, scaling, terms)
         ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.plan, ctx.scaling, ctx.window, ctx.softcap = plan, scaling, terms.window, terms.softcap

@@ -7,7 +7,7 @@ Brackets: weights that are used as one matrix. Parentheses: norms of some models
 transformers' forward computes q, k and v by three products, allocates every elementwise result, and records some thirty
 autograd nodes a layer. Here a layer is one autograd node. The node saves the inputs of the attention half and of the MLP
 half, q/k/v, the output of attention and gate/up. Its backward computes cheap values again, and adds weight gradients directly to
-the flat buffer. In a layer with experts the node ends with the norm before them. Sampling and training run the same code.
+the flat buffer. In a layer with experts the node ends with the norm before the experts. Sampling and training run the same code.
 
 `FusedDecoder.try_build` accepts a model only if layers.py knows all parts of its layers, and if each fused layer reproduces a
 recorded call of the model's own layer (tracing.py). Other models run through transformers, which is slower. Modules, weights
@@ -80,7 +80,7 @@ class FusedDecoder:
             return None
         index = {id(parameter): i for i, parameter in enumerate(flat.parameters)}
         pack = packing_works(flat.working.dtype, flat.working.device)
-        # Computes single layers for the comparison, before the list of layers is known.
+        # For the comparisons: computes single layers before the list of layers is known.
         trial = cls([], norm, rotary, 1.0)
         layers = []
         for number, (block, call) in enumerate(zip(blocks, calls.layers, strict=True)):
@@ -323,7 +323,7 @@ def _add_branch(layer: Layer, norm: Norm | None, branch: Tensor, x: Tensor) -> t
 def _add_norm_gradient(
     norm: Norm | None, grad_normed: Tensor, x: Tensor, grad_x: Tensor, scale: Tensor | None = None
 ) -> None:
-    """Adds to `grad_x` the gradient of `x` through `norm(x)`, whose own gradient is `grad_normed`. `scale`: see `Norm`."""
+    """Adds to `grad_x` the gradient of `x` through `norm`. `grad_normed`: gradient of the norm's output. `scale`: see `Norm`."""
     if norm is None:
         grad_x.add_(grad_normed)
     else:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.interface import PLAIN, AttentionTerms
+from ..attention.interface import NO_TERMS, AttentionTerms
 from ..native import kernels
 from ..native.norms import FusedRMSNorm
 from ..parameters.flat import FlatWeights
@@ -145,7 +145,7 @@ class Layer:
     mlp_norm: Norm | None
     mlp: Mlp | nn.Module  # a module: the model's own experts
     output_norm: Norm | None  # of the output of the MLP
-    multiplier: float  # of both outputs before the residual sum
+    multiplier: float  # of the branches before the residual sums
     heads: int
     kv_heads: int
     head_size: int
@@ -197,7 +197,8 @@ class _Parts(NamedTuple):
 def read_layer(
     number: int, block: nn.Module, call: LayerCall, flat: FlatWeights, index: dict[int, int], pack: bool
 ) -> Layer | None:
-    """None if a part is missing or unknown. `index`: id of a parameter -> its index in `flat`. `pack`: see packed.py."""
+    """The fused layer of `block`, or None if a part is missing or unknown. `call`: the recorded call of `block`. `index`: id of a
+    parameter -> its index in `flat`. `pack`: see packed.py."""
     parts = _find_parts(block)
     sinks = call.terms.sinks
     if parts is None or not _knows_settings(block) or not _accounts_for(block, parts, sinks, index):
@@ -236,8 +237,8 @@ def read_layer(
         kv_heads=kv_heads,
         head_size=size,
         scaling=call.scaling,
-        # Decode steps test `terms is PLAIN`, which is faster than `terms.plain`.
-        terms=PLAIN if call.terms.plain else call.terms,
+        # A decode step tests `terms is NO_TERMS`, which is faster than `terms.empty`.
+        terms=NO_TERMS if call.terms.empty else call.terms,
         sinks_gradient=None if sinks is None else gradient(sinks),
         rotation=RotationKind(call.rotary, _query_scaling(attention)),
     )

@@ -1,8 +1,8 @@
 """Records how transformers runs a decoder: `trace` runs one forward over a few tokens and records the call of each layer.
 
 The recorded calls show facts that names of modules do not prove: the scaling, window, softcap and sinks of attention, the
-arguments of the rotary embedding, and the layers without rotary embedding. `matches` computes a recorded call with a fused layer.
-It compares the queries and keys that reach attention, and the output of the layer. Attention returns zeros in both runs.
+arguments of the rotary embedding, and the layers without rotary embedding. `matches` computes a recorded call with a fused layer,
+and compares the queries and keys that reach attention, and the output of the layer. Attention returns zeros in both runs.
 
 A few tokens do not show every difference, so the gate (runtime/gate.py) also compares whole models.
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..attention.interface import PLAIN, PLAN_ARGUMENT, AttentionPlan, AttentionTerms, PlanWithRoutes
+from ..attention.interface import NO_TERMS, PLAN_ARGUMENT, AttentionPlan, AttentionTerms, PlanWithRoutes
 from ..head.output import decoder_of
 from ..rotary import original_context
 from .layers import Layer, LayerCall, RotaryCall, Rotation
@@ -49,7 +49,7 @@ class _ZeroAttention(PlanWithRoutes):
         self.calls = 0
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = PLAIN
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS
     ) -> Tensor:
         self.recorded[layer] = query, key, float(scaling), terms
         self.calls += 1
@@ -110,7 +110,8 @@ def trace(module: PreTrainedModel) -> DecoderCalls | None:
 
 
 def _positions(config: Any) -> Tensor:
-    """Positions [T] int64 that grow exponentially, up to the original context (rotary.py) or to four times the longest context."""
+    """Positions [T] int64 that grow exponentially up to the original context (rotary.py), or where rotary frequencies do not depend
+    on the length, up to four times the longest context of the configuration."""
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
     lengths = [part.get("original_max_position_embeddings") for part in parts]

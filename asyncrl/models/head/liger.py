@@ -1,6 +1,6 @@
 """Log-probs and gradients from the head's logits by Triton kernels of Liger. They need `liger-kernel` and logits on a GPU.
 
-The two kernels of Liger's GRPO loss over full logits (liger_kernel.ops.grpo_loss) are launched with a loss that equals the
+The two kernels of Liger's GRPO loss over full logits (liger_kernel.ops.grpo_loss) are launched with settings whose loss is the
 log-prob: loss type VESPO, sequence weight 1, advantage -1, no KL, no correction. The backward kernel multiplies by the gradient of
 this loss, so the caller can use any loss of log-probs.
 
@@ -15,7 +15,7 @@ rounds entropies to bfloat16. `liger_cross_entropy_kernel` takes no temperature,
 the loss is known. `chunked_loss.grpo_loss` is written in torch.
 
 Liger's compiled code has the temperature as a constant. A process compiles the kernels, for about a second, for each of its first
-`MOST_TEMPERATURES` temperatures. Batches with other temperatures are computed by torch.
+`MAX_TEMPERATURES` temperatures. Batches with other temperatures are computed by torch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from asyncrl.builds import install_command
 from asyncrl.errors import ConfigError
 
 from .logprobs import Columns, HeadKernel, HeadPasses, TorchPasses
-from .output import PLAIN_HEAD, HeadTransform
+from .output import NO_TRANSFORM, HeadTransform
 
-MOST_TEMPERATURES = 8
-_MOST_ROWS = 65_535  # CUDA's limit of the second axis of a grid
+MAX_TEMPERATURES = 8
+_MAX_ROWS = 65_535  # CUDA's limit of the second axis of a grid
 _CHECKED_ROWS = 4
 # The former default of Triton. Without the option, newer versions of Triton warn.
 _FUSION = {"enable_fp_fusion": True}
@@ -49,7 +49,7 @@ logger = logging.getLogger("asyncrl.models")
 
 
 def choose_head_kernel(
-    kind: str, device: torch.device, dtype: torch.dtype, vocabulary: int, transform: HeadTransform = PLAIN_HEAD
+    kind: str, device: torch.device, dtype: torch.dtype, vocabulary: int, transform: HeadTransform = NO_TRANSFORM
 ) -> HeadKernel | None:
     """The kernel for the setting `model.head_kernel` (`kind`: auto, liger or torch). None: torch's passes are used.
 
@@ -141,11 +141,11 @@ class LigerHead:
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def passes(self, temperature_S: Tensor) -> HeadPasses | None:
-        """None if this process would exceed `MOST_TEMPERATURES`. Adjacent rows with equal temperatures share a launch."""
+        """None if this process would exceed `MAX_TEMPERATURES`. Adjacent rows with equal temperatures share a launch."""
         values, counts = torch.unique_consecutive(temperature_S, return_counts=True)
         temperatures = [float(value) for value in values]
         all_temperatures = self._temperatures.union(temperatures)
-        if len(all_temperatures) > MOST_TEMPERATURES:
+        if len(all_temperatures) > MAX_TEMPERATURES:
             return None
         self._temperatures = all_temperatures
         starts = accumulate(counts.tolist(), initial=0)
@@ -188,7 +188,7 @@ class LigerHead:
     def _arguments(self, logits: Tensor, target: Tensor, temperature: float) -> dict[str, Any]:
         """Arguments of both Liger kernels. All R tokens are sequence number 0. The kernels multiply the sequence length L by this
         number, so L has no effect."""
-        assert logits.is_contiguous() and len(target) <= _MOST_ROWS
+        assert logits.is_contiguous() and len(target) <= _MAX_ROWS
         if logits.device not in self._constants:
             one = torch.ones(1, device=logits.device)
             self._constants[logits.device] = (one, -one)

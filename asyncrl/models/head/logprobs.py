@@ -11,7 +11,7 @@ Matrix products have the dtype of the weight. Everything after a product is floa
 torch softmax computes a few rows at a time, which stay in cache: two to three times faster than all rows at once. The native
 kernels read each row twice. A scale of the logits is merged with the temperature. Soft-capping uses scratch memory for a few rows.
 
-Where Liger's kernels are usable (liger.py) they replace `own_passes` and give the same results.
+Where Liger's kernels are usable (liger.py) they replace `default_passes` and give the same results.
 
 Shape legend: S scored tokens, E hidden size, V vocabulary, R rows of a block in cache.
 """
@@ -27,15 +27,15 @@ from torch import Tensor
 
 from ..native import library as native
 from ..parameters.flat import add_product_
-from .output import PLAIN_HEAD, HeadTransform
+from .output import NO_TRANSFORM, HeadTransform
 
 # Rows of a chunk. Each chunk adds to the whole weight gradient, so small chunks are slow.
 CHUNK_ROWS = 512
-# Tokens of a usual microbatch times a usual vocabulary.
+# 2,048 tokens of a microbatch times the vocabulary of a small model.
 KEEP_LOGITS = 2048 * 49_152
 # Rows of one forward product on a CPU. In float32, products of 64 rows took a tenth more time than products of 256 rows.
 _PRODUCT_ROWS = {torch.float32: 256}
-# The same for other dtypes. In bfloat16 256 rows save no time and need four times the memory.
+# Rows of one product in other dtypes. In bfloat16 256 rows save no time and need four times the memory.
 _OTHER_PRODUCT_ROWS = 64
 _CPU_BLOCK_ROWS = 16
 # Small, since each soft-capped row needs four rows of float32 scratch.
@@ -87,7 +87,7 @@ class HeadPasses(Protocol):
 
 
 class HeadKernel(Protocol):
-    """A kernel package that may replace `own_passes`."""
+    """A kernel package that may replace `default_passes`."""
 
     def passes(self, temperature_S: Tensor) -> HeadPasses | None:
         """The passes for rows with these temperatures (a CPU tensor). None: the kernel does not support them."""
@@ -118,7 +118,7 @@ def token_logprobs(
     temperature_S: Tensor,
     *,
     bias_V: Tensor | None = None,
-    transform: HeadTransform = PLAIN_HEAD,
+    transform: HeadTransform = NO_TRANSFORM,
     grad_buffer: Tensor | None = None,
     bias_grad: Tensor | None = None,
     entropy_grad: bool = False,
@@ -134,7 +134,7 @@ def token_logprobs(
     target_S: int64, must lie in [0, V). The native passes do not check the bounds: another id corrupts memory.
     Results are float32, or float64 for float64 inputs. The entropy is differentiable only with `entropy_grad`.
     grad_buffer: [V, E]. Backward adds the weight gradient to this buffer, in its dtype, and autograd gets None.
-    bias_grad: [V], such a buffer for the bias.
+    bias_grad: [V], the same for the gradient of the bias.
     keep_logits: the largest number of logits that forward keeps for backward, in memory of `spare`.
     project: a faster `hidden @ weight.T + bias`. kernel: replaces torch's passes over logits that are not soft-capped; it reads the
     temperatures on the CPU, so a CPU tensor avoids a synchronisation.
@@ -166,7 +166,7 @@ class _TokenLogprobs(torch.autograd.Function):
         inverse = temperature.to(hidden.device, wide).reciprocal()
         logp, lse, entropy = (torch.empty(rows, dtype=wide, device=hidden.device) for _ in range(3))
         kept = options.spare.take(rows, vocabulary, weight) if options.keep else None
-        passes = options.passes or own_passes(hidden, vocabulary, options.chunk, options.transform)
+        passes = options.passes or default_passes(hidden, vocabulary, options.chunk, options.transform)
         columns = Columns(target, inverse, lse, entropy)
         for first, last in _ranges(rows, _product_rows(hidden, options.chunk)):
             chunk = options.logits(hidden[first:last], weight, bias)
@@ -199,7 +199,7 @@ class _TokenLogprobs(torch.autograd.Function):
         scratch = None
         if kept is None:
             scratch = options.spare.take(min(options.chunk, rows), vocabulary, weight)
-        passes = options.passes or own_passes(hidden, vocabulary, options.chunk, options.transform)
+        passes = options.passes or default_passes(hidden, vocabulary, options.chunk, options.transform)
         columns = Columns(target, inverse, lse, entropy)
         for first, last in _ranges(rows, options.chunk):
             chunk = kept[first:last] if scratch is None else scratch[: last - first]
@@ -223,7 +223,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def own_passes(hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform = PLAIN_HEAD) -> HeadPasses:
+def default_passes(hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform = NO_TRANSFORM) -> HeadPasses:
     """Passes without a kernel package: native kernels if they are built and support `hidden`, else torch."""
     if transform.softcap is not None:
         return CappedPasses(hidden, vocabulary, chunk, transform)
@@ -285,7 +285,7 @@ class CappedPasses:
         self._block = _block_rows(hidden, min(chunk, _CAPPED_ROWS))
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self._scratch = torch.empty(2, min(self._block, hidden.shape[0]), vocabulary, dtype=wide, device=hidden.device)
-        self._inner = own_passes(self._scratch[0], vocabulary, self._block)
+        self._inner = default_passes(self._scratch[0], vocabulary, self._block)
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
         """`logits` are not capped and stay unchanged."""

@@ -56,7 +56,7 @@ class HeadTransform:
         return transformed.div_(self.softcap).square_().neg_().add_(1).mul_(self.scale)
 
 
-PLAIN_HEAD = HeadTransform()
+NO_TRANSFORM = HeadTransform()
 
 
 def head_transform(module: PreTrainedModel, device: torch.device | None = None) -> HeadTransform:

@@ -1,7 +1,7 @@
 """Calls the Triton kernels of `triton_kernels.py`: one launch in the place of two to five, and one pass over the memory.
 
 Ask `takes(...)` before a call, and compute in torch if it returns False. Triton comes with torch for CUDA, but needs a C compiler
-on the machine of the run. Without one, torch computes and the log says so.
+on the machine of the run. Without a compiler, torch computes and the log says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.errors import first_line
 
-# Whether this torch can have tensors on a GPU. Read before `takes`, whose calls in each layer would cost time on a CPU.
+# Whether this torch supports CUDA. Callers read this before they call `takes`, because a call for each layer costs time on a CPU.
 PRESENT = torch.version.cuda is not None
 _BLOCK_F = 1024
 
@@ -83,5 +83,5 @@ def _grid(rows: Tensor) -> tuple[int, int]:
     return rows.shape[0], -(-rows.shape[1] // _BLOCK_F)
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+def _power_of_two(minimum: int) -> int:
+    return 1 << (minimum - 1).bit_length()

@@ -2,8 +2,8 @@
 
 Results go to preallocated buffers, because the page faults of a fresh buffer of some megabytes cost more than the computation. An
 operation over all rows would go through main memory; a block of rows stays in cache. Results have the dtype of the inputs; norms
-and their gradients are computed in float32 or wider. The native kernels, if they were built, need one pass, as do Triton's on a
-GPU. There a norm without an offset is torch's fused operator, one launch instead of nine.
+and their gradients are computed in float32 or wider. The native kernels, if they were built, and Triton's on a GPU need one pass.
+On a GPU a norm without an offset is torch's fused operator, one launch instead of nine.
 
 Shape legend: N rows, E hidden size, F size of the MLP, X heads, D head size.
 """
@@ -27,7 +27,7 @@ ACTIVATIONS = {"silu": "", "gelu": "none", "gelu_tanh": "tanh"}
 
 
 class Scratch:
-    """Named buffers that every call reuses and that grow if needed. Each model has its own `Scratch`, for its lane alone."""
+    """Named buffers that later calls use again and that grow if needed. Only the lane of the model may use it."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -58,7 +58,7 @@ def blocks(tensor: Tensor) -> Iterator[slice]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor | None]:
     """x [N, E], weight [E] -> [N, E] = (offset + weight) * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019, eq. 4), in `out` or
-    in a fresh tensor. An offset of 1 is Gemma's. The second result is `scale` of `fused_norm_backward`, if fused."""
+    in a fresh tensor. An offset of 1 is Gemma's. The second result is the `scale` of `fused_norm_backward`, or None."""
     if native.takes(x, weight, out, size=x.shape[-1]):
         native.rms_norm(x, weight, eps, out, offset)
         return out, None
@@ -81,8 +81,8 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor | None = None,
     offset: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Adds the gradient of the input to `out` [N, E], or to new zeros, and returns the sum. `grad_weight` [E] (accumulation dtype)
-    += gradient of the weight, if trained."""
+    """Adds the gradient of the input to `out` [N, E], or to new zeros, and returns the sum. Adds the gradient of the weight to
+    `grad_weight` [E], float32 or wider (None: frozen)."""
     if fuses(x, weight, offset):
         return fused_norm_backward(grad, x, weight, _norm(x, [x.shape[-1]], weight, eps)[1], grad_weight, out)
     out = torch.zeros_like(x) if out is None else out
@@ -111,11 +111,11 @@ def fused_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_weight: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """`rms_norm_backward` by torch's fused operator. `scale`: the second result of `rms_norm`."""
-    wanted = [True, grad_weight is not None]
-    of_input, of_weight = _norm_backward(grad, x, [x.shape[-1]], scale, weight, wanted)
+    needed = [True, grad_weight is not None]
+    grad_x, new_grad_weight = _norm_backward(grad, x, [x.shape[-1]], scale, weight, needed)
     if grad_weight is not None:
-        grad_weight.add_(of_weight)
-    return of_input if out is None else out.add_(of_input)
+        grad_weight.add_(new_grad_weight)
+    return grad_x if out is None else out.add_(grad_x)
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
@@ -126,7 +126,7 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> N
     """
     half = heads.shape[-1] // 2
     sign = -1.0 if inverse else 1.0
-    # torch raises for other shapes.
+    # With other shapes torch computes, and raises the error.
     fits = cos.shape == sin.shape[1:] == (heads.shape[0], half) and cos.is_contiguous() and sin.is_contiguous()
     if fits and heads.stride(1) == heads.shape[-1] and native.takes(heads, cos, sin, size=half):
         native.rotate_(heads, cos, sin[1], sign)

@@ -38,7 +38,7 @@ _SIGNATURES = {
 
 
 def _load() -> ctypes.CDLL | None:
-    """The library for the instruction set that torch uses. The variable `ATEN_CPU_CAPABILITY` can set torch to an older one."""
+    """The library for the instruction set that torch uses, which the variable `ATEN_CPU_CAPABILITY` can set. None if not built."""
     name = {"AVX512": "_native_avx512", "AVX2": "_native_avx2"}.get(torch.backends.cpu.get_cpu_capability())
     if name is None or not native_enabled():
         return None

@@ -88,7 +88,7 @@ def replace_norms(module: nn.Module) -> int:
 
 
 def _takes_one_tensor(part: nn.Module) -> bool:
-    """False for norms that also take a gate or a residual, even as an optional argument."""
+    """Whether forward takes one tensor and nothing else: some norms also take a gate or a residual, perhaps optionally."""
     arguments = list(inspect.signature(part.forward).parameters.values())
     return len(arguments) == 1 and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -105,7 +105,7 @@ def _computes_rms_norm(part: nn.Module, eps: float, offset: float) -> bool:
     # Half of the values are so small that `eps` has an effect.
     x = torch.linspace(-2.0, 3.0, 2 * weight.numel(), dtype=dtype, device=weight.device).view(2, -1)
     x = torch.cat([x, x * eps**0.5])
-    # With equal weights two different formulas could give the same output.
+    # If all weights were equal, two different formulas could give the same output.
     weight = torch.linspace(0.5, 1.5, weight.numel(), dtype=dtype, device=weight.device)
     try:
         out = torch.func.functional_call(part, {"weight": weight}, (x,))

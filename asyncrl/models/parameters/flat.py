@@ -48,11 +48,11 @@ def add_wider_(target: Tensor, source: Tensor) -> None:
 def add_product_(target: Tensor, left: Tensor, right: Tensor) -> None:
     """`target [O, I] += left [O, N] @ right [N, I]`, for a contiguous `target` of the dtype of the factors or of a wider one.
 
-    In a wider dtype a GPU adds the sums of the product as they are, in one launch. Elsewhere they are rounded first.
+    A GPU adds the unrounded product to a wider target, in one launch. Elsewhere the product is rounded first.
     """
     if target.dtype == right.dtype:
         target.addmm_(left, right)
-    elif sums_are_wide(target.dtype, right.dtype, target.device):
+    elif adds_unrounded(target.dtype, right.dtype, target.device):
         torch.addmm(target, left, right, out_dtype=target.dtype, out=target)
     else:
         # In blocks, since a product for a vocabulary can be larger than the memory that is left.
@@ -64,8 +64,8 @@ def add_product_(target: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 @cache
-def sums_are_wide(wide: torch.dtype, narrow: torch.dtype, device: torch.device) -> bool:
-    """Whether torch adds a product of `narrow` factors to a `wide` target on this device. Computes a small one to find out."""
+def adds_unrounded(wide: torch.dtype, narrow: torch.dtype, device: torch.device) -> bool:
+    """Whether torch adds the unrounded product of `narrow` factors to a `wide` target. Computes a small product to find out."""
     if device.type != "cuda":
         return False
     left, right = (
@@ -191,7 +191,7 @@ class FlatParameters(FlatWeights):
         self.has_working_copy = matmul_dtype != self.master_dtype
         self.working = torch.zeros(size, dtype=matmul_dtype, device=device) if self.has_working_copy else self.master
         self.bound = self.working
-        # The next refresh writes the working copy to this buffer, and the modules then read it. None: a private buffer.
+        # The buffer that the next refresh makes the working copy, with new values. None: a private buffer.
         self.target: Tensor | None = self.working
         self._private: Tensor | None = None
         self._take_over(self.master)
@@ -259,9 +259,9 @@ class FlatParameters(FlatWeights):
 
 
 class ServedParameters(FlatParameters):
-    """All weights in the matmul dtype, without gradients, for modules that only read. Another object has the masters.
-    On ranks with shards that object calls `write` for each parameter and then `refresh`. Workers call `move_to`. Here `master` is
-    the working copy, for the inherited methods.
+    """All weights in the matmul dtype, without gradients, for modules that only read. Another object has the masters. With sharded
+    masters the trainer calls `write` for each parameter and then `refresh`. Workers call `move_to`. `master` is the working copy,
+    for the inherited methods.
     """
 
     grad: Tensor | None = None  # type: ignore[assignment]  # FlatParameters narrows it to Tensor
@@ -273,17 +273,13 @@ class ServedParameters(FlatParameters):
         self.has_working_copy = False
         self._index = {name: index for index, name in enumerate(self.names)}
 
-    def named(self, name: str) -> Tensor:
-        """The parameter `name` as a view of the working copy."""
-        return self.view(self.working, self._index[name])
-
     def move_to(self, buffer: Tensor) -> None:
         super().move_to(buffer)
         self.master = buffer
 
     def write(self, name: str, values: Tensor) -> None:
         """Overwrites one parameter with `values`, cast to the matmul dtype. Call `refresh` after the last `write`."""
-        self.named(name).copy_(values)
+        self.view(self.working, self._index[name]).copy_(values)
 
     def zero_grad(self) -> None:
         """Does nothing, since there is no gradient."""

@@ -32,7 +32,7 @@ def unreached_families(gradients: Mapping[str, torch.Tensor | None]) -> frozense
 
 
 def mark_unreached(module: nn.Module, families: Collection[str]) -> None:
-    """Stores the unreached families in the module, for `unreached_names` and `frozen_names`. Copies of the module keep them."""
+    """Stores the unreached families in the module, for `unreached_names` and `frozen_names`. Copies of the module have them too."""
     module.__dict__[_UNREACHED] = frozenset(families)
 
 

@@ -14,7 +14,7 @@ form: A [E r, I], B [O, r E]. For such a weight autograd computes the gradient o
 
     dB = s dW A'            dA = s B' dW
 
-The buffers of `LoraParameters` contain only A and B. So optimizer, clipping, reduction and saved state need no other code.
+The buffers of `LoraParameters` contain only A and B. So optimizer, clipping, reduction and saved state need no code for adapters.
 
 Shape legend: N rows, I input features, O output features, r rank, E experts (1 for a plain weight).
 """
@@ -180,7 +180,7 @@ class LoraParameters(FlatParameters):
         """Writes `host_state()` for `peft.PeftModel.from_pretrained(base model, directory)`, on any thread."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        # all-linear of peft also chooses stacks of experts, unlike asyncrl's. So the names of the layers are written.
+        # peft's all-linear also chooses stacks of experts, unlike asyncrl's. So the names of the layers are written.
         leaves = sorted({target.name.rpartition(".")[2] for target in self.targets if target.layer is not None})
         _peft_config(self.config, base, leaves if self._has_stacks else None).save_pretrained(str(directory))
         save_file(state, directory / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -253,7 +253,7 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def describe_adapted(module: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """A line for the log: of the weights that text reaches, the share with adapters, and the names of those without."""
+    """A line for the log: of the weights that text reaches, the share with adapters, and the families without adapters."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     lookup = None if embedding is None or embedding.weight is head.weight else embedding.weight
     unreached = unreached_names(module)
@@ -279,7 +279,7 @@ def require_peft() -> None:
 
 
 def _initial_values(targets: Sequence[Target], rank: int, seed: int) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, values) of each A and B. A is uniform within 1 / sqrt(I), as in peft (`kaiming_uniform_(a=sqrt(5))`). B is zero."""
+    """(name, values) of each A and B. A is uniform in +-1 / sqrt(I), as in peft (`kaiming_uniform_(a=sqrt(5))`). B is zero."""
     generator = torch.Generator().manual_seed(seed)
     for target in targets:
         experts, outputs, inputs = target.shape
@@ -299,9 +299,8 @@ def _peft_config(config: LoraConfig, base: str | None, leaves: Sequence[str] | N
     target_modules: Any = list(config.target_modules)
     if config.target_modules == (ALL_LINEAR,):
         target_modules = ALL_LINEAR if leaves is None else list(leaves)
-    alpha: Any = (
-        int(config.alpha) if config.alpha.is_integer() else config.alpha
-    )  # peft's annotation says int, but floats work
+    # peft's annotation says int, but a float works.
+    alpha: Any = int(config.alpha) if config.alpha.is_integer() else config.alpha
     return PeftConfig(
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """Where a weight and its adapter lie in their buffers, in JSON types. Offsets are in elements."""
+    """Shape of a weight, and offsets (in elements) of weight and adapter in their buffers. JSON types."""
 
     shape: Sequence[int]  # [O, I]; experts: [E, O, I], or [E, I, O] if `transposed`
     transposed: bool
@@ -32,7 +32,7 @@ def as_stack(weight: Tensor, transposed: bool) -> Tensor:
 
 
 def factors(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """Views [E, r, I] and [E, O, r] of A [E r, I] and B [O, r E], also of flat ones."""
+    """Views [E, r, I] and [E, O, r] of A [E r, I] and B [O, r E], which may be flat. `sizes`: (E, O, I)."""
     experts, outputs, inputs = sizes
     return a.view(experts, -1, inputs), b.view(outputs, -1, experts).permute(2, 0, 1)
 
