@@ -61,7 +61,7 @@ class Counts:
     tokens: float = 0.0
     microbatches: float = 0.0
     loss: float = 0.0
-    extra: float = 0.0  # sum of the term with another normaliser, or its tokens
+    extra: float = 0.0  # `LossSums.extra`; in survey.py the tokens of that term
     # The part of `sequences` and `tokens` that is not run, since no gradient would come from it.
     skipped_sequences: float = 0.0
     skipped_tokens: float = 0.0
@@ -95,7 +95,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Metrics:
-    """Sums of the open step by name. Values stay on the device until finish, since a read would wait for the device."""
+    """The metrics of the open step by name. Values stay on the device until finish, since a read would wait for the device."""
 
     normalisers: dict[str, Normaliser]
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Metrics:
     extra: Tensor | None = None
     # [AGES, 3], by age of the token: tokens, sum of k3, sum of |difference|.
     ages: Tensor | None = None
-    # [3], over sequences with all tokens of the current version: tokens, sum and maximum of |difference|.
+    # [3], over sequences sampled by the current version alone: tokens, sum and maximum of |difference|.
     current: Tensor | None = None
 
     def add(self, metrics: Mapping[str, MetricSum]) -> None:
@@ -129,7 +129,7 @@ class Metrics:
             self.extra = value if self.extra is None else self.extra + value
 
     def loss_sums(self) -> tuple[float, float]:
-        """(loss, extra) so far. Waits for the device."""
+        """(loss, extra) of the microbatches that ran. Waits for the device."""
         sums = [torch.zeros(()) if value is None else value for value in (self.loss, self.extra)]
         loss, extra = concatenate_on_host(sums).tolist()
         return loss, extra
@@ -138,7 +138,7 @@ class Metrics:
         self, trainer_S: Tensor, sampler_S: Tensor, age_S: Tensor, sequence_S: Tensor, sequences: int
     ) -> None:
         """Adds the differences between trainer and sampler log-probs, and the estimator k3 = r - 1 - log r of their KL divergence
-        (r: ratio of the probabilities). A NaN sampler log-prob is ignored. `age_S`: int64, current version minus the token's."""
+        (r: ratio of the probabilities). Tokens with a NaN sampler log-prob are left out. `age_S`: int64, in versions."""
         known = ~sampler_S.isnan()
         difference = torch.where(known, trainer_S - sampler_S, 0.0).to(torch.float64)
         k3 = torch.expm1(difference) - difference
@@ -165,14 +165,15 @@ class Metrics:
         return concatenate_on_host(parts)
 
     def reduce(
-        self, reducer: Reducer, device: torch.device, denominators: Mapping[Normaliser, float], beside: Tensor
+        self, reducer: Reducer, device: torch.device, denominators: Mapping[Normaliser, float], checksums: Tensor
     ) -> tuple[dict[str, float], Tensor]:
-        """The metrics of all ranks, and the float64 values `beside` (on the CPU) of each rank [ranks, values]. One all-reduce of
+        """The metrics of all ranks, and the `checksums` (float64 [n], on the CPU) of each rank: [ranks, n]. One all-reduce of
         [ranks, columns], since minimum and maximum cannot be summed."""
-        row = torch.cat([self.table(), beside])
+        row = torch.cat([self.table(), checksums])
         rows = torch.zeros(reducer.world_size, row.numel(), dtype=torch.float64)
         rows[reducer.rank] = row
-        rows, all_beside = sum_over_ranks(reducer, rows, device).split([len(row) - len(beside), len(beside)], dim=1)
+        widths = [len(row) - len(checksums), len(checksums)]
+        rows, all_checksums = sum_over_ranks(reducer, rows, device).split(widths, dim=1)
         result: dict[str, float] = {}
         names = sorted(self.normalisers)
         for column, name in enumerate(names):
@@ -181,7 +182,7 @@ class Metrics:
                 result[name] = float(values.sum()) / denominators[self.normalisers[name]]
             else:
                 extreme = float(values.min() if reduction_of(name) == "min" else values.max())
-                # No rank had a value.
+                # A metric without a value on any rank is left out.
                 if extreme not in (_IDENTITY["min"], _IDENTITY["max"]):
                     result[name] = extreme
         mismatch = rows[:, len(names) :]
@@ -194,4 +195,4 @@ class Metrics:
             result["mismatch/current_mean"] = total / tokens
             result["mismatch/current_max"] = float(mismatch[:, -1].max())
             result["mismatch/current_tokens"] = tokens
-        return result, all_beside
+        return result, all_checksums

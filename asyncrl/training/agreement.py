@@ -1,7 +1,7 @@
-"""Checks that copies of the same masters on several ranks are still equal. The optimizer steps of these ranks are bitwise equal.
+"""Checks that ranks that hold the same masters still have equal bits. Their optimizer steps are bitwise equal on equal processors.
 
-Each rank sends a checksum of its masters with the metrics of a step, at its first step and then every `EVERY` steps. If checksums
-differ, the ranks exchange one checksum for each tensor, and the error names the rank and the first tensor.
+With the metrics of a step each rank sends a checksum of its masters, in the run's first step and then every `COMPARE_EVERY` steps.
+If checksums differ, the ranks exchange one checksum for each tensor, and the error names the rank and the first tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.errors import DivergenceError
 from .optimizer import Parameters
 from .reducer import Reducer, sum_over_ranks
 
-EVERY = 10
+COMPARE_EVERY = 10
 
 
 def bit_sum(values: Tensor) -> Tensor:
@@ -24,11 +24,11 @@ def bit_sum(values: Tensor) -> Tensor:
     flat = values.detach().view(-1)
     if flat.dtype == torch.float64:
         return flat.view(torch.int64).sum()
-    # Most of the elements as pairs, since sums of int32 take 20 times as long on a CPU. A pair begins at an even element.
-    first = flat.storage_offset() % 2
-    last = first + max(flat.numel() - first, 0) // 2 * 2
-    alone = torch.cat([flat[:first], flat[last:]]).view(torch.int32).sum(dtype=torch.int64)
-    return alone if last == first else alone + flat[first:last].view(torch.int64).sum()
+    # Pairs of elements are read as int64, since a sum of int32 takes 20 times as long on a CPU. `view` needs pairs at even offsets.
+    start = flat.storage_offset() % 2
+    end = start + max(flat.numel() - start, 0) // 2 * 2
+    unpaired = torch.cat([flat[:start], flat[end:]]).view(torch.int32).sum(dtype=torch.int64)
+    return unpaired if end == start else unpaired + flat[start:end].view(torch.int64).sum()
 
 
 def bit_sums(parameters: Parameters) -> Tensor:
@@ -43,22 +43,22 @@ def exact_halves(sums: Tensor) -> Tensor:
 
 
 def different_ranks(rows: Tensor, shards: int) -> list[int]:
-    """Ranks whose row differs from that of most ranks with the same masters. `rows`: [ranks, columns]. `shards`: every `shards`-th
-    rank has the same masters."""
+    """Ranks whose row differs from the most frequent row among the ranks with the same masters: every `shards`-th rank. `rows`:
+    [ranks, columns]."""
     different = list[int]()
     for shard in range(shards):
         group = [tuple(row) for row in rows[shard::shards].tolist()]
         # Of two rows that are equally frequent, the row of the lower rank is taken.
-        usual = Counter(group).most_common(1)[0][0]
-        different += [shard + shards * copy for copy, row in enumerate(group) if row != usual]
+        majority = Counter(group).most_common(1)[0][0]
+        different += [shard + shards * copy for copy, row in enumerate(group) if row != majority]
     return sorted(different)
 
 
 def require_same_weights(
     rows: Tensor, sums: Tensor, names: list[str], reducer: Reducer, shards: int, device: torch.device, version: int
 ) -> None:
-    """`rows`: the checksums of all ranks [ranks, 2]. `sums`: `bit_sums` of this rank. `names`: of its tensors. A second collective
-    if the checksums differ. Errors: DivergenceError on every rank."""
+    """Errors: DivergenceError on every rank if checksums differ. In that case a collective. `rows`: the checksums of all ranks
+    [ranks, 2]. `sums`: `bit_sums` of this rank. `names`: names of the tensors, in the order of `sums`."""
     if not (different := different_ranks(rows, shards)):
         return
     tensors = torch.zeros(reducer.world_size, 2 * len(sums), dtype=torch.float64)

@@ -3,15 +3,15 @@ asks for it: `output_router_logits` with a `router_aux_loss_coef`.
 
     balance of a sequence     E x sum over experts of (share of tokens sent to the expert) x (mean probability). Share and mean
                               are over all layers and all tokens of prompt and completion that are forwarded. The balance equals
-                              `load_balancing_loss_func` of transformers for a batch of this one row. A token that
-                              several branches share counts once
+                              `load_balancing_loss_func` of transformers for a batch of this one sequence. A token
+                              that several branches share counts once
     added to the loss         coefficient x the mean balance of the step's sequences, weighted as the loss weights them
 
 The formula is no sum over tokens, so the balance of a batch depends on which sequences the batch holds. The balance of a single
-sequence does not depend on how a step is split into microbatches or ranks, and neither does its gradient. The weights of the
-mean add up to 1 under each normaliser: scored tokens / N for `tokens`, 1 / N for `sequences`. Without weights, one coefficient
-would have mean length times the effect under `sequences` that it has under `tokens`. (`bnpo`, which divides
-inside a microbatch, takes the mean over the microbatch.) Sequences without a scored token are not run, and have a balance of 0.
+sequence and its gradient do not depend on how a step is split into microbatches or ranks. The weights of the mean add up to 1 under
+each normaliser: scored tokens / N for `tokens`, 1 / N for `sequences`. So a coefficient has the same effect under each normaliser.
+(`bnpo` divides inside a microbatch, and takes the mean over the microbatch.) Sequences without a scored token are not run, and
+have a balance of 0.
 
 Shares count the k largest logits, as in transformers, even where recorded routes are replayed, or where a model adds a bias
 before it chooses (Ernie 4.5, MiniMax-M3).
@@ -37,7 +37,7 @@ from asyncrl.models.routes import Routes
 from asyncrl.models.routing import require_routing
 from asyncrl.types import Microbatch, Normaliser
 
-METRIC = "moe/balance_loss"
+BALANCE_METRIC = "moe/balance_loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Balance:
 
     @classmethod
     def of(cls, policy: PolicyModel, train: TrainConfig, max_length: int) -> Balance | None:
-        """The settings of the model's configuration; None if it asks for no balance. Errors: ConfigError for a model or a
-        setting that excludes the loss."""
+        """From the model's configuration; None if the configuration asks for no balance. `max_length`: tokens. Errors: ConfigError
+        for a model without known routers, or with `train.skip_zero_advantage`."""
         text = policy.config.get_text_config()
         coefficient = getattr(text, "router_aux_loss_coef", None)
         if not getattr(text, "output_router_logits", False) or not coefficient:
@@ -64,7 +64,7 @@ class Balance:
             )
         return cls(float(coefficient), max_length)
 
-    def added(self, loss: Loss, inputs: LossInputs, balance_B: Tensor) -> LossSums:
+    def sums_with_balance(self, loss: Loss, inputs: LossInputs, balance_B: Tensor) -> LossSums:
         """The sums of `loss`, with the balance added to its total and to its metrics."""
         sums, length_B = loss(inputs), inputs.length_B
         if loss.normaliser is Normaliser.TOKENS:
@@ -73,7 +73,7 @@ class Balance:
             value = (length_B * balance_B).sum() / length_B.sum().clamp(min=1)
         else:
             value = balance_B.sum() * (self.max_length if loss.normaliser is Normaliser.SEQUENCES_X_MAX_LENGTH else 1)
-        metrics = {**sums.metrics, METRIC: MetricSum(value.detach(), loss.normaliser)}
+        metrics = {**sums.metrics, BALANCE_METRIC: MetricSum(value.detach(), loss.normaliser)}
         return LossSums(sums.total + self.coefficient * value, metrics, sums.extra)
 
 
@@ -86,22 +86,22 @@ def balance_of(routes: Routes, batch: Microbatch) -> Tensor:
         sent, probs = _of_layer(routes.logits[layer], k)
         sent_TE += sent
         probs_TE = probs_TE + probs
-    sent_BE, length_B = _over_rows(sent_TE, batch)
-    probs_BE, _ = _over_rows(probs_TE, batch)
-    seen_B = length_B * len(routes.logits)
-    return probs_TE.shape[1] * (sent_BE * probs_BE).sum(1) / seen_B.square()
+    sent_BE, length_B = _over_sequences(sent_TE, batch)
+    probs_BE, _ = _over_sequences(probs_TE, batch)
+    choices_B = length_B * len(routes.logits)
+    return probs_TE.shape[1] * (sent_BE * probs_BE).sum(1) / choices_B.square()
 
 
 def _of_layer(logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(1 where a token is sent to an expert, else 0; differentiable probabilities), [T, E] each."""
     probs_TE = logits_TE.softmax(-1, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
-    own_Tk = probs_TE.detach().topk(k, -1).indices
-    return torch.zeros_like(probs_TE).scatter_(1, own_Tk, 1.0), probs_TE
+    largest_Tk = probs_TE.detach().topk(k, -1).indices
+    return torch.zeros_like(probs_TE).scatter_(1, largest_Tk, 1.0), probs_TE
 
 
-def _over_rows(value_TE: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-    """[T, E] -> [B, E]: the sum over the tokens of each sequence, prompt included, zeros without a scored token; and the number
-    of tokens [B], at least 1."""
+def _over_sequences(value_TE: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+    """[T, E] -> [B, E]: the sum over the tokens of each sequence, prompt included (0 without a scored token); and the number of
+    these tokens [B], at least 1."""
     device, nodes, experts = value_TE.device, batch.node_length.size, value_TE.shape[1]
     node_T = to_device(np.repeat(np.arange(nodes), batch.node_length), device)
     sums_NE = value_TE.new_zeros(nodes, experts).index_add(0, node_T, value_TE)

@@ -13,11 +13,11 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
 TRACK = "trainer"
-PRIORITY = 1  # decoding has 0
+PRIORITY = 1  # decoding has 0; a higher priority runs first
 
 
 class DryRunTrainer:
-    """Implements `ports.Trainer`. Microbatches cost `train_token_s` per packed token, the optimizer step `finish_s`.
+    """Implements `ports.Trainer`. A microbatch takes `train_token_s` seconds per packed token, the optimizer step `finish_s`.
 
     Metrics of a step: `dry_run/packed_tokens`, `dry_run/scored_tokens`, `dry_run/groups` (distinct), `dry_run/max_age`
     (age of the step's oldest token, in versions).
@@ -87,7 +87,7 @@ class DryRunTrainer:
         self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
     ) -> Float32Array:
         """The sampler's log-probs [S]: policy, reference and sampler are equal in a dry run."""
-        cost = self._train_token_s * batch.tokens.size / 3  # a forward without its backward
+        cost = self._train_token_s * batch.tokens.size / 3  # a forward: a third of forward and backward
         with self._recorder.span("logprobs", track=TRACK, tokens=int(batch.tokens.size)):
             return await self._lane.run(
                 batch.sampler_logprobs.copy, name="train/logprobs", priority=PRIORITY, cost=cost

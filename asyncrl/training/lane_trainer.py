@@ -1,7 +1,7 @@
 """The trainer port over a lane: a call is one closure on the lane that owns the device, or several (`survey`, `train_round`).
 
 Training goes before decoding (priority 1 against 0), in the order of the calls. A cancelled caller waits for its closure if the
-closure has started; otherwise the closure never runs. So no closure runs halfway when `abort_train_step` begins.
+closure has started; otherwise the closure never runs. So when `abort_train_step` begins, no other closure is half done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .trainer import TorchTrainer
 
 T = TypeVar("T")
 TRACK = "trainer"
-PRIORITY = 1  # decoding has 0
+PRIORITY = 1  # decoding has 0; a higher priority runs first
 
 
 class LaneTrainer:
@@ -67,7 +67,7 @@ class LaneTrainer:
 
     async def train_round(self, finishing: bool) -> bool:
         """Run a round of a sharded model. Each microbatch is a closure, and decoding runs between the closures. Returns True once
-        every rank is finishing and has run all its microbatches; `finish_train_step` is the next call then."""
+        every rank is finishing and has run all its microbatches. The next call must then be `finish_train_step`."""
         core = self.core
         assert isinstance(core, ShardedTrainer)
         agree = partial(core.agree_on_round, finishing=finishing)

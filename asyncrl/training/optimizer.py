@@ -1,4 +1,4 @@
-"""AdamW over the flat masters of the trained parameters, with state that is saved by parameter name."""
+"""AdamW over the masters (the master weights) of the trained parameters, with state that is saved by parameter name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def require_names(what: str, names: Sequence[str], state: Mapping[str, object]) 
     """Errors: KeyError if `state` lacks one of the parameters."""
     if missing := [name for name in names if name not in state]:
         raise KeyError(
-            f"{what} lacks {len(missing)} of {len(names)} parameters, such as {missing[:3]}; is it another model's?"
+            f"{what} lacks {len(missing)} of {len(names)} parameters, such as {missing[:3]}; was it saved by another model?"
         )
 
 

@@ -15,7 +15,7 @@ class Reducer(Protocol):
     world_size: int
 
     def all_reduce_sum_(self, tensor: Tensor) -> object:
-        """Replaces `tensor` by its sum over ranks. A small float64 tensor on the trainer's device."""
+        """Replaces `tensor`, which is small, float64 and on the trainer's device, by its sum over ranks."""
 
     def reduce_gradients_(self, flat: Tensor) -> object:
         """Replaces the flat gradient buffer by its sum over ranks."""
@@ -36,9 +36,6 @@ class OneRank:
 
 def sum_over_ranks(reducer: Reducer, table: Tensor, device: torch.device) -> Tensor:
     """The sum of a float64 CPU tensor over ranks, on the CPU. `device`: the device of the process group."""
-    if reducer.world_size == 1:
-        reducer.all_reduce_sum_(table)  # changes nothing; a reducer may record its calls
-        return table
-    on_device = table.to(device)
-    reducer.all_reduce_sum_(on_device)
-    return on_device.cpu()
+    tensor = table if reducer.world_size == 1 else table.to(device)
+    reducer.all_reduce_sum_(tensor)
+    return tensor.cpu()

@@ -9,9 +9,9 @@ from asyncrl.errors import ConfigError
 
 
 class Schedule:
-    """Linear warm-up from 0, then constant, or linear or cosine decay, which would reach `min_lr_ratio` * peak at k = total.
+    """Linear warm-up from 0, then constant, or linear or cosine decay to `min_lr_ratio` * peak. k steps are done, 0 <= k < total.
 
-        lr(k) = peak * k / warmup, then peak * decay((k - warmup) / (total - warmup))      k = 0, 1, ..., total - 1
+        k < warmup: lr(k) = peak * k / warmup      else: lr(k) = peak * decay((k - warmup) / (total - warmup))
 
     decay(x) is 1, 1 - (1 - r) x, or r + (1 - r) (1 + cos(pi x)) / 2 (Loshchilov and Hutter, arXiv:1608.03983, eq. 5), with x
     clamped to [0, 1] and r = `min_lr_ratio`. With r = 0 the rates equal those of `transformers.get_scheduler`.

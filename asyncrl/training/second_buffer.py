@@ -1,6 +1,6 @@
 """The opt-in second gradient buffer, for a loss with two sums that are divided by different normalisers, in a streamed step.
 
-While a step is streamed, both normalisers are unknown, so the gradients of the two sums must stay apart. Modules, head and
+While a step is streamed, both normalisers are unknown, so the gradients of the two sums stay separate. Modules, head and
 optimizer hold views of one flat buffer, so the contents of the two buffers are swapped, not the buffers:
 
     gradient of `total` adds up in flat.grad        gradient of `extra` adds up in the second buffer
@@ -29,7 +29,7 @@ class SecondBuffer:
         self._buffer = torch.zeros_like(flat.grad)
 
     def zero_(self) -> None:
-        """Zero the gradients. To be called before a step, and after an aborted step."""
+        """Zeros the second buffer. To be called before a step, and after an aborted step."""
         self._buffer.zero_()
 
     @contextmanager
@@ -42,7 +42,7 @@ class SecondBuffer:
             self._swap()
 
     def join_(self, scale: float) -> None:
-        """`flat.grad += scale x second`."""
+        """`flat.grad += scale x second`, for a `flat.grad` that is divided already."""
         self._flat.grad.add_(self._buffer, alpha=scale)
 
     def _swap(self) -> None:

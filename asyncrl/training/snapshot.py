@@ -1,4 +1,4 @@
-"""A CPU copy of the trainer's state for a checkpoint. One closure on the device's thread takes it, and another thread writes it.
+"""A CPU copy of the trainer's state for a checkpoint: made by one closure on the device's thread, written by another thread.
 
 Masters and optimizer moments change only when a step finishes. So a snapshot during an open step holds the last finished version.
 """
@@ -25,13 +25,13 @@ class Snapshot:
     model: dict[str, torch.Tensor]
     state: dict[str, Any]
     policy: PolicyModel
-    # Tensors of the adapters, named as in peft's files.
+    # Tensors of the adapters, named as in peft's files. None: the run has no adapters.
     adapter: dict[str, torch.Tensor] | None = None
 
     def write_pretrained(self, directory: Path, tokenizer: Any, base: str | None = None) -> None:
         """Writes model and tokenizer in Hugging Face format, for `from_pretrained` and vLLM. May run on any thread.
 
-        With adapters the model is the merged one, and `adapter/` holds the adapters in peft's format for the model named `base`.
+        With adapters the model is the merged one, and `adapter/` holds the adapters in peft's format, for the model named `base`.
         """
         self.policy.write_pretrained(directory, self.model)
         if self.adapter is not None:

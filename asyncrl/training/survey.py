@@ -1,9 +1,9 @@
 """Values of the whole step, over all ranks, that some losses need before the first backward.
 
-* The counts of the step, if two terms of the loss have different denominators and share a gradient buffer. With a buffer for each
-  term, each sum of gradients would be divided by its own denominator at the end of the step.
+* The counts of the step, if two terms of the loss have different denominators and share a gradient buffer.
 * The entropies of all tokens, if only the tokens with the highest entropy have a policy loss.
-So all microbatches must be known before the first one is trained. The configuration refuses such a loss for a streamed step.
+So all microbatches must be known before the first one is trained. The configuration refuses such a loss for a streamed step. Only
+with a second gradient buffer (second_buffer.py) may the counts be unknown until the end of the step.
 
 Every rank must call these collective functions between two steps in the same order, also a rank without microbatches.
 """
@@ -42,35 +42,35 @@ def survey(
     selected = list(batches)
     if loss.top_entropy_quantile < 1:
         # The empty array is for a rank without microbatches.
-        own_entropies = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(entropies if leads else ())]))
-        threshold = entropy_threshold(gather_over_ranks(own_entropies, reducer, device), loss.top_entropy_quantile)
+        local_N = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(entropies if leads else ())]))
+        threshold = entropy_threshold(gather_over_ranks(local_N, reducer, device), loss.top_entropy_quantile)
         selected = [
             replace(batch, keep=entropy_S.astype(np.float64) >= threshold)
             for batch, entropy_S in zip(batches, entropies, strict=True)
         ]
     if loss.extra_normaliser is None:
         return loss, selected
-    own = Counts(
+    counts = Counts(
         sequences=sum(batch.sequences for batch in selected),
         tokens=sum(batch.scored for batch in selected),
         microbatches=len(selected),
         extra=sum(batch.scored if batch.keep is None else int(batch.keep.sum()) for batch in selected),
     )
-    totals = (own if leads else Counts()).over_ranks(reducer, device)
+    totals = (counts if leads else Counts()).over_ranks(reducer, device)
     denominators = totals.denominators(max_length)
     extra_denominator = denominators[loss.extra_normaliser]
-    # With TOKENS the extra term is a mean over its own tokens, which `keep` selects.
+    # With TOKENS the extra term is a mean over the tokens that `keep` selects.
     if loss.extra_normaliser is Normaliser.TOKENS:
         extra_denominator = max(totals.extra, 1.0)
     return loss.with_scaled_extra(denominators[loss.normaliser] / extra_denominator), selected
 
 
-def gather_over_ranks(own_N: Tensor, reducer: Reducer, device: torch.device) -> Tensor:
+def gather_over_ranks(local_N: Tensor, reducer: Reducer, device: torch.device) -> Tensor:
     """Concatenates the vectors of all ranks, float64 on the CPU. Two all-reduces: the lengths, then a padded table."""
     lengths = torch.zeros(reducer.world_size, dtype=torch.float64)
-    lengths[reducer.rank] = own_N.numel()
+    lengths[reducer.rank] = local_N.numel()
     lengths = sum_over_ranks(reducer, lengths, device)
     table = torch.zeros(reducer.world_size, int(lengths.max()), dtype=torch.float64)
-    table[reducer.rank, : own_N.numel()] = own_N.double()
+    table[reducer.rank, : local_N.numel()] = local_N.double()
     table = sum_over_ranks(reducer, table, device)
     return torch.cat([row[: int(length)] for row, length in zip(table, lengths, strict=True)])

@@ -3,19 +3,19 @@
     | call     | no step open      | open                                        | committed (see below) |
     |----------|-------------------|---------------------------------------------|-----------------------|
     | begin    | opens             | TrainStepError "already open"               | TrainStepError        |
-    | micro    | TrainStepError    | accumulates, returns None                   | TrainStepError        |
+    | micro    | TrainStepError    | adds gradients, returns None                | TrainStepError        |
     | finish   | TrainStepError    | reduces, steps, closes, returns the result  | TrainStepError        |
     | abort    | no-op             | zeros gradients, closes; weights unchanged  | closes                |
 
-A TrainStepError changes nothing. After any other exception in micro or finish (also a BaseException) the step stays open with
-unchanged weights, and the caller must abort the step. The commit point is the return of `optimizer.step`. If something fails after
-the commit point, the step is *committed*: the weights have changed, and of the four calls only abort succeeds.
+A TrainStepError changes nothing. After any other exception (also a BaseException) in micro, or in finish before the commit point,
+the step stays open with unchanged weights, and the caller must abort the step. The commit point is the return of `optimizer.step`.
+If finish fails after that point, the step is *committed*: the weights have changed, and of the four calls only abort succeeds.
 
 Order of finish: (1) one float64 all-reduce of the counts and the loss; (2) the denominator N of each term; (3) metrics over
 ranks, and the mismatch gate; (4) gradients x 1/N; (5) one reduction of gradients over ranks; (6) device synchronize; (7) clip the
-rescaled gradients; (8) optimizer step; (9) new version; (10) report the learning rate; (11) set the next one; (12) close.
+rescaled gradients; (8) optimizer step; (9) new version; (10) set the learning rate of the next step; (11) close.
 
-Shape legend: T packed tokens, S scored tokens, B sequences, E hidden size.
+Shape legend: S scored tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from asyncrl.models.routes import Routes
 from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
 
 from .accumulators import Counts, Metrics, empty_metrics
-from .agreement import EVERY, bit_sums, exact_halves, require_same_weights
-from .balance import METRIC, Balance, balance_of
+from .agreement import COMPARE_EVERY, bit_sums, exact_halves, require_same_weights
+from .balance import BALANCE_METRIC, Balance, balance_of
 from .context import Share
 from .optimizer import FlatAdamW, Parameters, require_names
 from .passes import UNREPLAYED, PolicyForward, forward_routes, loss_inputs, replay_gaps, unknown_id_error, using_weights
@@ -81,7 +81,7 @@ class TorchTrainer:
     """Owns gradients, optimizer and schedule of a `PolicyModel`. All methods must run on the device's thread."""
 
     is_sharded = False  # whether `state_dict` holds only this rank's part
-    shards = 1  # number of ranks whose parts are one state
+    shards = 1  # number of ranks whose parts together are the whole state
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class TorchTrainer:
         parameters: Parameters | None = None,
         siblings: Collectives | None = None,
     ) -> None:
-        """max_completion_length: tokens, for `Normaliser.SEQUENCES_X_MAX_LENGTH`. needs_reference: keep a copy of the present
-        weights in the matmul dtype. total_steps: optimizer steps of the run, for the schedule; by default `train.max_steps`.
-        mismatch_gate: `algorithm.mismatch_gate` after `resolve`, which replaces "auto". second_buffer: allocate the gradient of a
-        term with its own normaliser (second_buffer.py). parameters: the trained parameters; by default the policy's `flat`.
-        siblings: the ranks that share each microbatch (context.py), this one included; they make the same calls with the same
-        arguments in the same order. Errors: ConfigError if they cannot share the microbatches of this model."""
+        """reducer: None for one rank. max_completion_length: tokens, for `Normaliser.SEQUENCES_X_MAX_LENGTH`. needs_reference: keep
+        a copy of the present weights as reference model. total_steps: optimizer steps of the run, for the schedule; by default
+        `train.max_steps`. mismatch_gate: `algorithm.mismatch_gate` after `resolve`, which replaces "auto"; None: no gate.
+        second_buffer: allocate the second gradient buffer (second_buffer.py). parameters: the trained parameters; by default the
+        policy's `flat`. siblings: the ranks that share each microbatch (context.py), this one included; they make the same calls
+        with the same arguments in the same order. Errors: ConfigError if siblings cannot share the microbatches of this model."""
         self.policy = policy
         self.config = config
         assert mismatch_gate != "auto"
@@ -115,7 +115,7 @@ class TorchTrainer:
         self.steps_done = 0
         self.optimizer.set_lr(self.schedule.lr(0))
         self.siblings = siblings
-        # Counts and metrics are the same on all siblings, so one of them adds them to the step.
+        # Counts and metrics are the same on all siblings, so only the leader adds them to the step.
         self._leads = siblings is None or siblings.rank == 0
         if siblings is not None:
             require_context(policy.config, policy.path, siblings.world_size)
@@ -123,7 +123,7 @@ class TorchTrainer:
         self.balance = Balance.of(policy, config, max_completion_length)
         self.reference: Tensor | None = policy.weights.working.detach().clone() if needs_reference else None
         self.second_buffer = SecondBuffer(policy.flat) if second_buffer else None
-        # Controls the coefficient of the entropy bonus. Set by the first step whose loss needs it.
+        # Controls the coefficient of the entropy bonus. Set by the first step with a controlled coefficient.
         self.control: EntropyControl | None = None
         self._saved_control: dict[str, float] = {}
         self._step: TrainStep | None = None
@@ -152,14 +152,14 @@ class TorchTrainer:
         if self._normalisers is None or self._normalisers[0] is not loss:
             normalisers = empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
             if self.balance is not None:
-                normalisers[METRIC] = loss.normaliser
+                normalisers[BALANCE_METRIC] = loss.normaliser
             if self.policy.routing is not None:
                 normalisers[UNREPLAYED] = Normaliser.NONE
             self._normalisers = loss, normalisers
         self._step = TrainStep(loss, Metrics(dict(self._normalisers[1])), Counts())
 
     def train_microbatch(self, batch: Microbatch) -> None:
-        """Runs forward and backward, and adds to gradients and sums. Errors: TrainStepError; errors of the loss."""
+        """Adds a forward and backward to the open step. Errors: TrainStepError if no step is open; errors of the loss."""
         step = self._require_open()
         self._count(step, batch)
         # Fully masked sequences count in the denominators, but have no gradient.
@@ -181,7 +181,7 @@ class TorchTrainer:
         step.counts.microbatches += 1
 
     def _run(self, step: TrainStep, batch: Microbatch) -> None:
-        """Runs forward and backward with gradients enabled, and adds the metrics."""
+        """Runs forward and backward, and adds the metrics. The caller must enable gradients."""
         self._zero_once(step)
         inputs, sums, unknown_ids = self._evaluate(step.loss, batch)
         sums.total.backward()
@@ -215,7 +215,7 @@ class TorchTrainer:
             return inputs, loss(inputs)
         share = Share(batch, self.siblings)
         routes.logits = {layer: share.joined_tokens(logits) for layer, logits in sorted(routes.logits.items())}
-        return inputs, self.balance.added(loss, inputs, balance_of(routes, batch))
+        return inputs, self.balance.sums_with_balance(loss, inputs, balance_of(routes, batch))
 
     def finish_train_step(self) -> StepResult:
         """Applies the step and closes it. The order of the work is at the top of this file.
@@ -223,7 +223,8 @@ class TorchTrainer:
         A step without a scored token (all sequences truncated, with `algorithm.mask.truncated`) gets a version but changes no
         weight: the optimizer would only apply momentum and decay.
         Errors, all before a weight changes: TrainStepError if the step has no sequence. DataError on every rank if one rank has ids
-        that the model lacks. DivergenceError if loss or gradient norm is not finite, or if `mismatch_gate` is exceeded.
+        that the model lacks. DivergenceError if loss or gradient norm is not finite, if `mismatch_gate` is exceeded, or if the
+        weights of ranks differ (agreement.py).
         """
         step = self._require_open()
         device = self.policy.device
@@ -281,9 +282,8 @@ class TorchTrainer:
         self._step = None
 
     def compute_logprobs(self, batch: Microbatch, model: Literal["policy", "reference"] = "policy") -> Float32Array:
-        """Log-probs [S] at the temperatures of `batch`, without gradient. May be called while a step is open.
-
-        "reference" means the weights at the start of the run. Errors: ValueError if the trainer keeps no reference."""
+        """Log-probs [S] at the temperatures of `batch`, without gradient. A step may be open. "reference": under the weights at the
+        start of the run. Errors: ValueError if the trainer keeps no reference; DataError for ids that the model lacks."""
         with torch.no_grad():
             if model == "policy":
                 logp_S, _ = self.forward(batch, routes=forward_routes(batch, self.policy.routing, self.siblings))
@@ -321,7 +321,7 @@ class TorchTrainer:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """`version`, `steps_done`, `entropy_control` (if used); by parameter name `masters`, `optimizer`, `reference` (if kept).
+        """`version`, `steps_done`, `entropy_control` (if used); by parameter name: `masters`, `optimizer`, `reference` (if kept).
 
         Tensors are not copied. The caller must copy or write them on the device's thread before the next `finish_train_step`.
         Errors: TrainStepError while a step is committed but not closed.
@@ -342,7 +342,7 @@ class TorchTrainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copies the result of `state_dict`. Errors: TrainStepError while a step is open, KeyError for a missing entry."""
+        """Copies a result of `state_dict`. Errors: TrainStepError while a step is open, KeyError for a missing entry."""
         if self._step is not None:
             raise TrainStepError("load_state_dict: a train step is open; finish or abort it first")
         flat = self.policy.weights
@@ -376,7 +376,7 @@ class TorchTrainer:
 
     def _with_entropy_control(self, loss: Loss) -> Loss:
         """The loss with the present coefficient of the entropy bonus, if `loss.control` is set. A resume restores the coefficient,
-        but target and step size come from the configuration."""
+        but target and delta come from the configuration."""
         if loss.control is None:
             return loss
         if self.control is None:
@@ -406,13 +406,13 @@ class TorchTrainer:
             self.reducer, self.policy.device, denominators, exact_halves(sums.sum().view(1))
         )
         if due:
-            self._compare_at = self.steps_done + EVERY
+            self._compare_at = self.steps_done + COMPARE_EVERY
             names = list(self.parameters.names)
             require_same_weights(checksums, sums, names, self.reducer, self.shards, self.policy.device, self.version)
         return metrics
 
     def _zero_once(self, step: TrainStep) -> None:
-        """Zeros the gradients before the first backward. In `begin_train_step` this would delay publishing the previous weights."""
+        """Zeros the gradients before the first backward. Zeroing in `begin_train_step` would delay publishing the last weights."""
         if not step.zeroed:
             self._zero_grad()
             step.zeroed = True
@@ -432,7 +432,7 @@ class TorchTrainer:
             )
 
     def _clip(self, gradient: Tensor) -> float:
-        """Scales the gradient down to norm `grad_clip`. Returns the norm before. Errors: DivergenceError for NaN or inf."""
+        """Scales the gradient to a norm of at most `grad_clip`. Returns the norm before. Errors: DivergenceError for NaN or inf."""
         norm = self._norm(gradient)
         if not math.isfinite(norm):
             raise DivergenceError(

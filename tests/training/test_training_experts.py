@@ -26,7 +26,7 @@ from asyncrl.generation.embedded.engine import open_core
 from asyncrl.models.paths import FUSED, PACKED, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
-from asyncrl.training.balance import METRIC, balance_of
+from asyncrl.training.balance import BALANCE_METRIC, balance_of
 from asyncrl.training.passes import UNREPLAYED
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import FinishReason, GenerationRequest, Group, Microbatch, SamplingParams, Trajectory
@@ -98,7 +98,7 @@ def test_experts_are_balanced_alike_however_a_step_is_split(name: str, path: Mod
     kept = {key: {n: v.clone() for n, v in state[key].items()} for key in ("masters",)}
     whole = [0] * SEQUENCES
     unbalanced, found = gradient(other, loss, split(whole))
-    assert METRIC not in found
+    assert BALANCE_METRIC not in found
     added, value = balance_by_transformers(sequences=name != "dapo")
     assert sum(float(each.abs().sum()) for each in added.values()) > 0.1
 
@@ -109,7 +109,7 @@ def test_experts_are_balanced_alike_however_a_step_is_split(name: str, path: Mod
         balanced, metrics = gradient(core, loss, split(where))
         for each, grad in balanced.items():
             torch.testing.assert_close(grad, unbalanced[each] + added[each], rtol=0, atol=2e-7)
-        assert metrics[METRIC] == pytest.approx(value, rel=1e-6)
+        assert metrics[BALANCE_METRIC] == pytest.approx(value, rel=1e-6)
         assert metrics["loss"] == pytest.approx(found["loss"] + COEFFICIENT * value, rel=1e-6)
 
     holds()
