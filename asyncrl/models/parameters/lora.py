@@ -177,7 +177,8 @@ class LoraParameters(FlatParameters):
         return {name: master.detach().to("cpu", copy=True) for name, master in self.named_masters()}
 
     def write_adapter(self, directory: str | Path, state: dict[str, Tensor], base: str | None) -> None:
-        """Writes `host_state()` for `peft.PeftModel.from_pretrained(base model, directory)`, on any thread."""
+        """Writes a result of `host_state` for `peft.PeftModel.from_pretrained(model, directory)`, on any thread. `base`: the name of
+        the base model in the written configuration; None: no name."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         # peft's all-linear also chooses stacks of experts, unlike asyncrl's. So the names of the layers are written.
@@ -221,7 +222,7 @@ def _find_layers(module: PreTrainedModel, names: Sequence[str]) -> dict[str, nn.
 def _find_parameters(
     module: PreTrainedModel, names: Sequence[str], layers: Mapping[str, nn.Linear]
 ) -> Iterator[Target]:
-    """Targets of `names` that are no layers. peft wraps a module once for each parameter; the first wrapper is innermost."""
+    """Targets for the parameters `names`, outside of `layers`. peft wraps a module once for each parameter, the first innermost."""
     unreached, found = unreached_names(module), set[str]()
     for owner, part in module.named_modules():
         parameters: dict[str, nn.Parameter] = dict(part.named_parameters(recurse=False))
