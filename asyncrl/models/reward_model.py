@@ -44,10 +44,10 @@ TokenIds = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of the weights, and of the activations of one forward (`working`)."""
+    """Bytes of the weights, and of the activations of one forward."""
 
     weights: int
-    working: int
+    activations: int
 
 
 class RewardModel:

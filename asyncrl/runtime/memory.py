@@ -116,7 +116,7 @@ def predicted(
     if config.reward.model and placement.generates:
         tokens = config.train.tokens_per_microbatch
         sizes = [predict_sizes(each, config.model.dtype, tokens) for each in config.reward.model]
-        parts["reward_models"] = sum(size.weights for size in sizes) + max(size.working for size in sizes)
+        parts["reward_models"] = sum(size.weights for size in sizes) + max(size.activations for size in sizes)
     return parts | {"libraries": _LIBRARIES}
 
 

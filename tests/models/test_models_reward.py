@@ -163,6 +163,6 @@ def test_its_memory_is_predicted(tmp_path: Path, dtype: str) -> None:
     sizes = predict_sizes(RewardModelConfig(path=str(path)), dtype, tokens=512)
     model = load(path, dtype, tokens=512)
     assert sizes.weights == sum(p.numel() * p.element_size() for p in model.module.parameters())
-    assert sizes.working > 0
+    assert sizes.activations > 0
     built = predict_sizes(RewardModelConfig(path=f"{HERE}:mean", dtype="float64"), dtype, tokens=512)
     assert built.weights == (47 * 8 + 9) * 8

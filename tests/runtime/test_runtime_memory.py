@@ -320,7 +320,7 @@ def test_a_rank_that_generates_has_reward_models(tmp_path: Path) -> None:
     config = forecast(tmp_path, reward={"model": [{"path": f"{source}:mean", "dtype": "float64"}] * 2})
     sizes = predict_sizes(config.reward.model[0], "float32", 100)
     parts = predicted(config)
-    assert parts["reward_models"] == 2 * sizes.weights + sizes.working > 2 * 47 * 8 * 8
+    assert parts["reward_models"] == 2 * sizes.weights + sizes.activations > 2 * 47 * 8 * 8
     trains = memory.Placement((), 1, 1, "", torch.device("cpu"), generates=False)
     assert predicted(config, placement=trains).keys() == parts.keys() - {"cache", "reward_models"}
 

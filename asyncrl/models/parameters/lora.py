@@ -177,7 +177,7 @@ class LoraParameters(FlatParameters):
         return {name: master.detach().to("cpu", copy=True) for name, master in self.named_masters()}
 
     def write_adapter(self, directory: str | Path, state: dict[str, Tensor], base: str | None) -> None:
-        """Writes a result of `host_state` for `peft.PeftModel.from_pretrained(model, directory)`, on any thread. `base`: the name of
+        """Writes a result of `host_state` for `peft.PeftModel.from_pretrained(model, directory)`, on any thread. `base`: name of
         the base model in the written configuration; None: no name."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)

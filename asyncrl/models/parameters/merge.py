@@ -1,4 +1,4 @@
-"""Merges adapters into weights: `W = W0 + s B A`. Every process merges by this code, so equal processors get equal bits (lora.py)."""
+"""Merges adapters into weights: `W = W0 + s B A`. Every process uses this code, so equal processors get equal bits (lora.py)."""
 
 from __future__ import annotations
 
