@@ -20,13 +20,13 @@ from asyncrl.data.store import Column, Rows, Store
 from asyncrl.ports import Ledger
 from asyncrl.types import Group, Ticket
 
-# Each reason is the name of a metric. Errors of environments may all have different texts, so further reasons share one name.
+# Each reason is the name of a metric. Errors of environments may all have different texts, so later reasons share OTHER_REASON.
 MAX_REASONS = 50
 OTHER_REASON = "another reason"
 
 
 class GroupIds:
-    """Ids for groups that are not made from a prompt of this run. With its `stride` no two ranks give out the same id."""
+    """Ids for groups that are not made from a prompt of this run. `stride`: the number of ranks, so no two ranks use one id."""
 
     def __init__(self, first: int, stride: int) -> None:
         self.next = first
@@ -52,9 +52,9 @@ class GroupBook:
         self.weights_lock = asyncio.Lock()
         self.end_count = 0  # how often the callbacks of `on_end` were called
         self.reasons: Counter[str] = Counter()  # "outcome: reason" -> number of ended groups
-        self.failed = 0
+        self.failed = 0  # groups
         # Whether the error for too many failed groups was raised.
-        self.over_budget = False
+        self.raised_too_many_failed = False
 
     def on_ready(self, callback: Callable[[], None]) -> None:
         """Register a callback for each group that becomes ready to be claimed."""
@@ -69,7 +69,7 @@ class GroupBook:
         self._tickets[ticket.group_id] = ticket
 
     def remove(self, ticket: Ticket) -> bool:
-        """Take a group out of this book, because another rank may get it. Its rows stay. False if the group has ended."""
+        """Take a group out of this book, because another rank may get the group. The rows stay. False if the group has ended."""
         return self._tickets.pop(ticket.group_id, None) is not None
 
     def write(self, group_id: int, column: str, values: Column) -> None:

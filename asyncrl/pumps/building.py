@@ -2,8 +2,8 @@
 
     rows ─▶ penalties ─▶ advantages ─▶ hook ─▶ minibatches ─▶ replay ─▶ masks ─▶ skipping ─▶ log-probs ─▶ packing
 
-`Building.microbatches` calls the stages in this order. A stage takes rows and returns rows. It writes what it computes into a
-column of the rows; packing reads the columns. A stage that changes groups (penalties, masks) returns new rows with those columns.
+`StepBuilder.microbatches` calls the stages in this order. A stage takes and returns rows, and writes its results into a column of
+the rows; packing reads the columns. A stage that changes groups (penalties, masks) returns new rows with the same columns.
 
 * Advantages follow Atropos: `reward.scale_adv_by_len` scales the rewards before the members of a group are compared, and a member
   with `set_advantage_to_zero` gets 0 afterwards.
@@ -12,10 +12,10 @@ column of the rows; packing reads the columns. A stage that changes groups (pena
   group.
 * The groups of a step on all ranks, sorted by id, are cut into minibatches whose sizes differ by at most one. So minibatches do not
   depend on the number of ranks. A rank may hold no group of a minibatch.
-* A group without a signal keeps its place in the step and its line in the rollouts. If the replay buffer has a group, the replayed
-  group is trained instead, and N counts only the replayed group's tokens. Metrics of rewards, lengths and ages leave it out.
+* A group without a signal keeps its place in the step and its line in the rollouts. If the replay buffer has a group, that
+  group is trained instead, and N counts the replayed tokens. Metrics of rewards, lengths and ages leave replayed groups out.
 * Log-probs of the reference depend only on the tokens, so they may be computed while the rewards of a group are scored (`Intake`).
-  Log-probs of the policy are computed in the step, because they would be stale if they were computed earlier.
+  Log-probs of the policy are computed in the step: earlier ones would be stale.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TurnAdvantages = list[npt.NDArray[np.float64]]  # G arrays [t]
 _NONE = np.zeros(0, np.float32)
 
 
-class Building:
+class StepBuilder:
     """Calls the stages of the module docstring."""
 
     def __init__(self, ports: Ports, wait_published: Callable[[], Awaitable[None]], *, surveys: bool) -> None:
@@ -158,7 +158,7 @@ async def minibatches(ports: Ports, rows: list[Rows]) -> list[list[Rows]]:
 
 
 def replace_without_signal(ports: Ports, reader: RewardReader, step: Step, rows: list[Rows]) -> list[Rows]:
-    """Replace each group without a signal by a replayed group, as long as the buffer has one."""
+    """Replace each group without a signal by a replayed group, if the replay buffer has a fresh enough group."""
     if ports.replay is None:
         return rows
     # A replayed group must be fresh enough for the last optimizer step of the batch.
@@ -186,7 +186,7 @@ def mask_overlong(ports: Ports, rows: list[Rows]) -> list[Rows]:
 
 def mask_earlier_turns(ports: Ports, rows: list[Rows]) -> list[Rows]:
     """With `algorithm.credit: last_turn`, mask the tokens of all replies but the last one of each episode. Columns of log-probs
-    keep the values of the tokens that are left."""
+    keep the values of the tokens that stay unmasked."""
     if ports.config.algorithm.credit != "last_turn":
         return rows
     masked = []
@@ -273,7 +273,7 @@ async def logprob_columns(
 
 @dataclass(frozen=True, slots=True)
 class RewardReader:
-    """Turns groups into the rewards that the estimator compares. `weights`: name of a reward component -> its weight."""
+    """Gives the estimator the rewards of groups. `weights`: name of a reward component -> its weight."""
 
     estimator: Estimator
     weights: Mapping[str, float]
@@ -311,8 +311,8 @@ class RewardReader:
 
     def has_signal(self, group: Group) -> bool:
         if self.gamma is not None:
-            loud = tuple(replace(t, metadata={}) for t in group.trajectories)
-            return any(map(np.any, self.turn_advantages(replace(group, trajectories=loud)) or ()))
+            not_silent = tuple(replace(t, metadata={}) for t in group.trajectories)
+            return any(map(np.any, self.turn_advantages(replace(group, trajectories=not_silent)) or ()))
         return self.estimator.has_signal(self.group_rewards(group))
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:

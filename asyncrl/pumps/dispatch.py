@@ -1,15 +1,15 @@
-"""What rank 0 does for ranks that only generate (`distributed.roles`). `follow.py` has the other end.
+"""What rank 0 does for the other ranks if ranks have different roles (`distributed.roles`). `follow.py` has the other end.
 
-    rank 0                          the line                     a rank that only generates
+    rank 0                          the line                     another rank
     one prompt cursor      ◀── prompts/next, prompts/admitted ── rollout pump
     evaluate pump          ── evaluate: rows, version ─────────▶ plays and scores these rows
     recorder, summary      ◀── report: counts, reasons ───────── recorder, book
     end of the training    ── run/trained, run/ended ──────────▶ ends its pumps, then sends run/left
-    knows a new rank       ◀── run/here, run/begun ───────────── a rank that joins later
+    lists of ranks         ◀── run/here ──────────────────────── is connected
+                           ◀── run/begun ─────────────────────── joined later, and generates from now on
 
 One cursor gives all prompts, so the prompts of a run do not depend on the number of ranks. After a rank has taken a prompt,
-`Dispatch` lists the prompt as untrained, until the ledger has admitted the prompt's group. From then on the ledger lists the group.
-So a resume neither skips a prompt nor trains a prompt twice.
+`Dispatch` keeps the prompt's id until the ledger has admitted the group. So a resume neither skips a prompt nor trains it twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Handler = Callable[[str, Any, Sequence[Any]], Awaitable[Answer | None]]
 NEXT, ADMITTED, REPORT, EVALUATE = "prompts/next", "prompts/admitted", "report", "evaluate"
 HERE, VERSION, TRAINED, ENDED, LEFT = "run/here", "run/version", "run/trained", "run/ended", "run/left"
 BEGUN = "run/begun"
-_RECENT = 16  # `_mean_s` is about the mean of this many newest groups
+_AVERAGED = 16  # `_mean_s` is a mean of about this many groups
 
 
 class ServerLine(Protocol):
@@ -50,7 +50,7 @@ class ServerLine(Protocol):
 
 
 class Dispatch:
-    """See the module docstring. Create it before a rank can connect, and call `start` when the cursor is restored."""
+    """See the module docstring. Create a `Dispatch` before a rank can connect, and call `start` when the cursor is restored."""
 
     def __init__(
         self, line: ServerLine, recorder: Recorder, generating: Sequence[str], *, in_order: bool, listens: bool = False
@@ -66,24 +66,24 @@ class Dispatch:
         self._prompts: PromptSource | None = None
         self._ledger: Ledger | None = None
         self._started = asyncio.Event()
-        # Rank -> id of its newest prompt, until the ledger has admitted the group.
-        self._handed: dict[str, int] = {}
+        # Rank -> group id of its newest prompt, until the ledger has admitted the group.
+        self._unadmitted: dict[str, int] = {}
         self._lost = Counter[str]()  # as `reasons`, for the groups of lost ranks
-        self.reports: dict[str, Mapping[str, Any]] = {}  # the newest of each rank, from `Remote.report`
-        self._mean_s: dict[str, float] = {}  # rank -> how long its newest groups took, for `pace.py`
-        self._sum_s = 0.0  # of `_mean_s`
-        self._played = Counter[str]()
-        self._recent = Counter[str]()  # as `_played`, since the last evaluation
+        self.reports: dict[str, Mapping[str, Any]] = {}  # rank -> its newest `Remote.report`
+        self._mean_s: dict[str, float] = {}  # rank -> mean duration of its newest groups
+        self._sum_s = 0.0  # of the values of `_mean_s`
+        self._played = Counter[str]()  # rank -> played groups
+        self._played_lately = Counter[str]()  # the same, since the last evaluation
         line.on(NEXT, self._next)
         line.on(ADMITTED, self._admitted)
         line.on(REPORT, self._report)
         line.on(HERE, self._on_here)
         line.on(LEFT, self._on_left)
         line.on(BEGUN, self._on_begun)
-        self._here: set[str] = set()
-        # Kind -> what was told to all ranks, for a rank that joins later.
-        self._told: dict[str, Any] = {}
-        self._left: set[str] = set()
+        self._connected: set[str] = set()
+        # Kind -> header of the newest message to all ranks, for a rank that joins later.
+        self._broadcasts: dict[str, Any] = {}
+        self._finished: set[str] = set()  # the rank's pumps have ended, or it is lost
         self._changed = asyncio.Event()
         self.dismissed = asyncio.Event()
 
@@ -96,56 +96,56 @@ class Dispatch:
         await self._started.wait()
         assert self._prompts is not None and self._ledger is not None
         # A rank that asks again did not get the answer to its last request, so it gets the same prompt.
-        while peer not in self._handed:
-            prompt = None if self._in_order and self._handed else self._prompts.next()
+        while peer not in self._unadmitted:
+            prompt = None if self._in_order and self._unadmitted else self._prompts.next()
             if prompt is not None:
-                self._handed[peer] = prompt.group_id
+                self._unadmitted[peer] = prompt.group_id
                 return prompt
-            # If a rank of `_handed` is lost, the cursor gets the rank's prompt back.
-            if self._handed:
+            # The cursor is at its end, or `in_order` forbids a prompt now. A lost rank's prompts go back to the cursor.
+            if self._unadmitted:
                 await self._changed.wait()
             elif self._ledger.statistics().live:
                 await self._ledger.wait_changed(self._ledger.changes)
             else:
                 return None
-        return self._prompts.prompt_for(self._handed[peer])
+        return self._prompts.prompt_for(self._unadmitted[peer])
 
     async def _next(self, peer: str, header: Any, _: Sequence[Any]) -> Answer:
         self._note_durations(peer, header["played_s"])
         prompt = await self._take(peer)
         assert self._prompts is not None
         group = None if prompt is None else prompt.group_id
-        shared = {"usual_s": self._usual_s(peer), "generating": self.generating}
+        shared = {"others_mean_s": self._others_mean_s(peer), "generating": self.generating}
         return {"group": group, "digest": self._prompts.digest, **shared}, ()
 
     def _note_durations(self, peer: str, played_s: Sequence[float]) -> None:
         for seconds in played_s:
             self._played[peer] += 1
-            self._recent[peer] += 1
-            change_s = (seconds - self._mean_s.get(peer, 0.0)) / min(self._played[peer], _RECENT)
+            self._played_lately[peer] += 1
+            change_s = (seconds - self._mean_s.get(peer, 0.0)) / min(self._played[peer], _AVERAGED)
             self._mean_s[peer] = self._mean_s.get(peer, 0.0) + change_s
             self._sum_s += change_s
 
-    def _usual_s(self, peer: str) -> float:
+    def _others_mean_s(self, peer: str) -> float:
         others = len(self._mean_s) - (peer in self._mean_s)
         return (self._sum_s - self._mean_s.get(peer, 0.0)) / others if others else 0.0
 
     @property
-    def usual_s(self) -> float:
-        """How long a group takes on the other ranks. 0: unknown."""
-        return self._usual_s("")
+    def others_mean_s(self) -> float:
+        """Mean duration of a group on the other ranks. 0: unknown."""
+        return self._others_mean_s("")
 
     async def _admitted(self, peer: str, header: Any, _: Sequence[Any]) -> None:
-        self._handed.pop(peer, None)
+        self._unadmitted.pop(peer, None)
         self._notify()
 
     async def next(self, played_s: Sequence[float] = ()) -> Prompt | None:
-        """The next prompt, for this rank."""
+        """The next prompt for this rank; None if no prompt is left."""
         self._note_durations("", played_s)
         return await self._take("")
 
     async def admitted(self) -> None:
-        """The ledger has admitted the group of this rank's newest prompt."""
+        """Call after the ledger has admitted the group of this rank's newest prompt."""
         await self._admitted("", None, ())
 
     @property
@@ -158,17 +158,17 @@ class Dispatch:
         """Whether further steps need groups, and no rank can generate them now or later."""
         return not (self._generating or self.trained or self._listens)
 
-    def handed(self) -> set[int]:
+    def unadmitted(self) -> set[int]:
         """Ids of the prompts that were taken and whose groups the ledger may not have admitted yet."""
-        return set(self._handed.values())
+        return set(self._unadmitted.values())
 
     def lose(self, peer: str, group_ids: Sequence[int]) -> None:
         """A rank is gone: other ranks play the prompts of its groups again. `group_ids`: from `lose_generator` of the ledger. Call
-        both without an `await` in between, so that no checkpoint misses a prompt."""
+        this method without an `await` after `lose_generator`, so that no checkpoint misses a prompt."""
         self._generating = [other for other in self._generating if other != peer]
         self._lost["dropped: rank lost"] += len(group_ids)
-        again = {*group_ids, self._handed.pop(peer, -1)} - {-1}
-        self._left.add(peer)
+        again = {*group_ids, self._unadmitted.pop(peer, -1)} - {-1}
+        self._finished.add(peer)
         self._sum_s -= self._mean_s.pop(peer, 0.0)
         self._notify()
         if self._prompts is not None:
@@ -183,33 +183,33 @@ class Dispatch:
 
     @property
     def progress(self) -> tuple[float, ...]:
-        """Numbers that change while a rank that only generates makes progress."""
+        """Numbers that change while another rank generates."""
         return tuple(number for _, report in sorted(self.reports.items()) for number in report["progress"])
 
     @property
     def reasons(self) -> Counter[str]:
-        """Reason -> groups that other ranks have dropped or failed."""
+        """Reason -> number of groups of other ranks that were dropped or failed."""
         total = +self._lost
         for report in self.reports.values():
             total.update(report["reasons"])
         return total
 
     async def evaluate(self, version: int, rows: Sequence[int], play: Play) -> list[Sample]:
-        """Spread these held-out rows over all ranks that generate. The rows of a lost rank go to other ranks.
-        Errors: RankLost if no rank is left."""
+        """Play these held-out rows on all ranks that generate. The rows of a lost rank go to other ranks.
+        Errors: RankLost if no rank is left that generates."""
         scored: list[Sample] = []
-        rest, ending = list(rows), set[str]()
-        while rest:
+        unplayed, ending = list(rows), set[str]()
+        while unplayed:
             peers = [peer for peer in self._generating if peer not in ending]
             if not peers and self._listens and not self.trained:
                 await self._changed.wait()
                 continue
             if not peers:
                 raise RankLost(f"version {version} cannot be evaluated: no rank that generates is left")
-            shares = self._shares(rest, peers)
-            rest = []
+            shares = self._shares(unplayed, peers)
+            unplayed = []
 
-            async def ask(peer: str, share: Sequence[int], left: list[int] = rest) -> None:
+            async def ask(peer: str, share: Sequence[int], unplayed: list[int] = unplayed) -> None:
                 if not peer:
                     scored.extend(await play(version, share))
                     return
@@ -218,7 +218,7 @@ class Dispatch:
                 except (RankLost, EngineClosed):
                     # An engine closes when its rank ends. The message with the reason may come later.
                     ending.add(peer)
-                    left.extend(share)
+                    unplayed.extend(share)
                 else:
                     scored.extend(Sample(*sample) for sample in answer)
 
@@ -229,32 +229,32 @@ class Dispatch:
         return scored
 
     def _shares(self, rows: Sequence[int], peers: Sequence[str]) -> dict[str, Sequence[int]]:
-        """A rank plays rows in proportion to the groups that it has played since the last evaluation, a slow rank fewer rows."""
-        parts = [*accumulate(1 + self._recent[peer] for peer in peers)]
+        """A rank plays rows in proportion to the groups that it has played since the last evaluation."""
+        parts = [*accumulate(1 + self._played_lately[peer] for peer in peers)]
         ends = [0, *(len(rows) * part // parts[-1] for part in parts)]
-        self._recent.clear()
+        self._played_lately.clear()
         return {peer: rows[first:end] for peer, (first, end) in zip(peers, pairwise(ends), strict=True)}
 
-    async def tell_version(self, version: int) -> None:
-        """Tell the other ranks the version of the weights. Only for dry runs, which send no weights."""
-        await self._tell(VERSION, {"version": version})
+    async def send_version(self, version: int) -> None:
+        """Send the version of the weights to the other ranks. Only for dry runs, which send no weights."""
+        await self._broadcast(VERSION, {"version": version})
 
-    async def tell_trained(self) -> None:
-        """Tell the other ranks that no step follows, so that they generate nothing more."""
-        await self._tell(TRAINED, {})
+    async def send_trained(self) -> None:
+        """Notify the other ranks that no step follows, so that they generate nothing more."""
+        await self._broadcast(TRAINED, {})
 
-    async def tell_ended(self, version: int) -> None:
-        """Tell the other ranks that the run has ended at this version. They end once their engines have the version."""
-        await self._tell(ENDED, {"version": version})
+    async def send_ended(self, version: int) -> None:
+        """Notify the other ranks that the run has ended at this version. They end once their engines have the version."""
+        await self._broadcast(ENDED, {"version": version})
 
     @property
     def trained(self) -> bool:
         """Whether no step follows."""
-        return TRAINED in self._told
+        return TRAINED in self._broadcasts
 
-    async def wait_left(self, peers: Sequence[str]) -> None:
-        """Wait until the pumps of these ranks, and of joined ranks that generate, have ended. A rank then waits for `dismiss`."""
-        while not self._left.issuperset((*peers, *filter(None, self._generating))):
+    async def wait_finished(self, peers: Sequence[str]) -> None:
+        """Wait until these ranks, and joined ranks that generate, have ended their pumps or are lost. `dismiss` lets them end."""
+        while not self._finished.issuperset((*peers, *filter(None, self._generating))):
             await self._changed.wait()
 
     def dismiss(self) -> None:
@@ -262,20 +262,20 @@ class Dispatch:
         self.dismissed.set()
 
     async def _on_left(self, peer: str, header: Any, _: Sequence[Any]) -> None:
-        self._left.add(peer)
+        self._finished.add(peer)
         self._notify()
         await self.dismissed.wait()
 
-    async def wait_here(self, peers: Sequence[str]) -> None:
+    async def wait_connected(self, peers: Sequence[str]) -> None:
         """Wait until these ranks are connected or lost. Before that no message can be sent to them."""
-        while not (self._here | self._left).issuperset(peers):
+        while not (self._connected | self._finished).issuperset(peers):
             await self._changed.wait()
 
     async def _on_here(self, peer: str, header: Any, _: Sequence[Any]) -> None:
-        self._here.add(peer)
+        self._connected.add(peer)
         self._notify()
-        for kind, told in [*self._told.items()]:
-            await self._line.tell(peer, kind, told)
+        for kind, message in [*self._broadcasts.items()]:
+            await self._line.tell(peer, kind, message)
 
     async def _on_begun(self, peer: str, header: Any, _: Sequence[Any]) -> None:
         self.add(peer)
@@ -294,9 +294,9 @@ class Dispatch:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _tell(self, kind: str, header: Any) -> None:
-        self._told[kind] = header
+    async def _broadcast(self, kind: str, header: Any) -> None:
+        self._broadcasts[kind] = header
         self._notify()
-        for peer in sorted({*filter(None, self._generating), *self._here} - self._left):
+        for peer in sorted({*filter(None, self._generating), *self._connected} - self._finished):
             with suppress(RankLost):
                 await self._line.tell(peer, kind, header)

@@ -6,7 +6,7 @@
     is woken by  the publish pump, after a version is published and before its slots are released
 
 The random numbers of a held-out prompt are the same at every version, because its group id is always -1 - row. So two
-evaluations differ only by the weights. Only one evaluation runs at a time. `Evaluations` runs it in one of two ways:
+evaluations differ only by the weights. Only one evaluation runs at a time. `Evaluations` runs an evaluation in one of two ways:
 
     the engine cannot pin version v ──▶ the training waits, v is evaluated and reported
     the engine pins version v       ──▶ a task evaluates v during later steps, and reports v, then the versions published meanwhile
@@ -43,18 +43,18 @@ from .rollout import EpisodeFailed, Episodes
 class Sample(NamedTuple):
     """The numbers of one scored completion of a held-out prompt: JSON values, because ranks send them to each other."""
 
-    row: int
-    number: int
+    row: int  # of the held-out prompts
+    number: int  # of the completion, from 0
     reward: float | None
     components: dict[str, float | None]
     # The numbers that reward functions logged.
     logged: dict[str, float]
-    length: int
+    length: int  # sampled tokens
 
 
 # Plays and scores the completions of some rows with the weights of a version.
 Play: TypeAlias = Callable[[int, Sequence[int]], Awaitable[list[Sample]]]
-# Lets the ranks that generate play these rows. The last argument plays rows on this rank.
+# Plays these rows on all ranks that generate. The last argument plays rows on this rank.
 Spread: TypeAlias = Callable[[int, Sequence[int], Play], Awaitable[list[Sample]]]
 # Called with the metrics of a version; they are empty if the version was not evaluated.
 Report: TypeAlias = Callable[[Mapping[str, float]], Awaitable[None]]
@@ -65,7 +65,7 @@ _AFTER_ROLLOUTS = 1 << 30
 
 
 class EvaluatePump:
-    """Evaluates one version. `name` is a part of the metrics' names."""
+    """Evaluates a version on held-out prompts. `name` is a part of the metrics' names."""
 
     def __init__(
         self, ports: Ports, prompts: Sequence[Prompt], name: str, newest: int = -1, spread: Spread | None = None
@@ -153,7 +153,7 @@ class EvaluatePump:
                 self.progress = len(scored), len(self._prompts) * samples
 
         async def play_and_score(sample: int) -> None:
-            with suppress(EpisodeFailed):  # `Episodes` has logged it
+            with suppress(EpisodeFailed):  # `Episodes` has logged the failure
                 played[sample] = await play(prompt, sample)
                 if not ports.score_groups:
                     await score([sample])
@@ -210,7 +210,7 @@ class Evaluations:
     """Decides which versions are evaluated, runs their evaluations, and reports all versions in order."""
 
     def __init__(self, pump: EvaluatePump | None, engine: Engine | None, sync: Callable[[], Awaitable[None]]) -> None:
-        """`pump`: None if there are no held-out prompts. `engine`: pins versions, if it can; None: no version is pinned.
+        """`pump`: None without held-out prompts, or if rank 0 decides. `engine`: pins versions if it can; None: pins no version.
         `sync`: gives every engine the newest published weights."""
         self._pump = pump
         self._pinning_engine = engine if isinstance(engine, PinsVersions) else None
@@ -238,9 +238,9 @@ class Evaluations:
             await self._reported.wait()
 
     async def evaluate(self, version: int, report: Report, *, last: bool, beside: TaskGroup | None) -> None:
-        """Evaluate this version if it is due, and call `report` with the metrics; they are empty if it is not due. `report` is
+        """Evaluate this version if due, and call `report` with its metrics; if not due, with empty metrics. `report` is
         called after the reports of all earlier versions. `last`: this version is the last version of the run.
-        `beside`: if the engine can pin the version, the evaluation runs in this task group, and this method returns at once."""
+        `beside`: the task group for an evaluation whose version the engine can pin; this method then returns at once."""
         if self._pump is None or not self._pump.due(version, last):
             if self._reported.is_set():
                 await report({})

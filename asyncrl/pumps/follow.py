@@ -1,4 +1,4 @@
-"""A rank that generates for rank 0 (`distributed.roles`): its prompts, evaluations, counts, and versions of the weights.
+"""The other end of `dispatch.py`, on every rank but rank 0: prompts, evaluations, counts, and versions of the weights.
 
 The follow pump, on a rank that only generates, stands in for the train pump and the publish pump:
 
@@ -6,8 +6,6 @@ The follow pump, on a rank that only generates, stands in for the train pump and
     produces     released turns: the ledger frees the slots of a step when every rank that generates has the step's weights
     waits for    the next version; the end of the run
     is woken by  the receiver of weights, rank 0
-
-`dispatch.py` has rank 0's end.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ GENERATED = ("engine/", "rollout/", "time/reward")
 
 
 class ClientLine(Protocol):
-    """The part of `distributed.line.LineClient` that a generating rank needs here."""
+    """The part of `distributed.line.LineClient` that is needed here."""
 
     def on(self, kind: str, handler: Handler) -> None: ...
 
@@ -53,8 +51,8 @@ class Versions(Protocol):
         ...
 
 
-class Follower:
-    """In place of the trainer on a rank that only generates: the version of the engine's weights."""
+class EngineVersion:
+    """Stands in for the trainer on a rank that only generates: has the version of the engine's weights."""
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
@@ -67,7 +65,7 @@ class Follower:
 
 
 class Remote:
-    """The connection of a generating rank to rank 0's `Dispatch`. Create it before rank 0 can ask, then call `start`."""
+    """The connection of a rank other than 0 to rank 0's `Dispatch`. Create a `Remote` before rank 0 can ask, then call `start`."""
 
     def __init__(self, line: ClientLine, *, joins: bool = False) -> None:
         """`joins`: this rank joined a run that may have begun."""
@@ -76,9 +74,9 @@ class Remote:
         self.trained = asyncio.Event()  # no step follows
         self.ended = asyncio.Event()
         self.last_version = -1  # of the run; set before `ended`
-        self.usual_s, self.generating = 0.0, 1
-        self._told = -1  # the newest version, in a dry run
-        self._told_more = asyncio.Event()
+        self.others_mean_s, self.generating = 0.0, 1
+        self._sent_version = -1  # the newest from rank 0, in a dry run
+        self._version_arrived = asyncio.Event()
         line.on(VERSION, self._on_version)
         line.on(TRAINED, self._on_trained)
         line.on(ENDED, self._on_ended)
@@ -91,15 +89,16 @@ class Remote:
         evaluate: EvaluatePump | None,
         wait_version: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`prompts`: the rows of rank 0's cursor. `wait_version(v)` returns when the engine has version v."""
+        """`prompts`: makes the prompts that rank 0 names. `evaluate`: None without held-out prompts. `wait_version(v)` returns when
+        the engine has version v."""
         self._ports, self._prompts, self._evaluate, self._wait_version = ports, prompts, evaluate, wait_version
         self._started.set()
 
     async def next(self, played_s: Sequence[float] = ()) -> Prompt | None:
-        """The next prompt of rank 0's cursor. None if no prompt is left. Errors: DataError if this rank reads other prompts."""
+        """The next prompt of rank 0's cursor. None if no prompt is left. Errors: DataError if this rank has other prompts."""
         answer, _ = await self._line.ask(NEXT, {"played_s": [*played_s]})
         assert self._prompts is not None
-        self.usual_s, self.generating = answer["usual_s"], answer["generating"]
+        self.others_mean_s, self.generating = answer["others_mean_s"], answer["generating"]
         if answer["digest"] != self._prompts.digest:
             raise DataError(
                 "the prompts of this rank are not those of rank 0 (their fingerprints differ); give all ranks the same data.train"
@@ -111,11 +110,11 @@ class Remote:
         await self._line.tell(ADMITTED, {})
 
     async def report(self, *, last: bool = False) -> None:
-        """Send the counts since the last report to rank 0."""
+        """Send the counts since the last report to rank 0. `last`: also the counts that a further step would have sent."""
         ports = self._ports
         samples: Mapping[str, Samples] = {}
         if ports.builds_steps:
-            # `StepPart.sums` has the other counts.
+            # The metrics of a step have the other counts.
             counts = ports.recorder.take_counts((*GENERATED, *COUNTED) if last else GENERATED)
         else:
             counts, _, samples = ports.recorder.take_metrics()
@@ -130,12 +129,12 @@ class Remote:
             "counts": counts,
             "samples": {name: entry.to_json() for name, entry in samples.items()},
         }
-        # The end of the pumps cancels this task. The recorder has given these counts away, so no later report has them.
+        # The end of the pumps cancels this task. The recorder has cleared these counts, so no later report has them.
         with anyio.CancelScope(shield=True):
             await self._line.tell(REPORT, header)
 
     async def report_often(self) -> None:
-        """Report until rank 0 is gone. Without reports rank 0 would take a long episode of this rank for a standstill."""
+        """Send reports until rank 0 is gone. Without reports rank 0 would take a long episode of this rank for a standstill."""
         ports, limits = self._ports, self._ports.config.watchdog
         # If rank 0 is lost, the pumps raise the error.
         with suppress(RankLost):
@@ -146,30 +145,30 @@ class Remote:
                 await self.report()
 
     async def arrive(self) -> None:
-        """Tell rank 0 that this rank is connected."""
+        """Notify rank 0 that this rank is connected."""
         await self._line.tell(HERE, {})
 
     async def begin(self) -> None:
-        """Tell rank 0 that this rank, which joined the run, generates from now on."""
+        """Notify rank 0 that this rank, which joined the run, generates from now on."""
         await self._line.tell(BEGUN, {})
 
     async def leave(self) -> None:
-        """Tell rank 0 that all pumps of this rank have ended, and wait until rank 0 has closed the books."""
+        """Notify rank 0 that all pumps of this rank have ended, and wait until rank 0 has closed the books."""
         # Rank 0 may end before its answer arrives.
         with suppress(RankLost):
             await self.report(last=True)
             await self._line.ask(LEFT, {})
 
-    async def wait_told(self, version: int) -> int:
-        """Wait until rank 0 has told this version or a later one. Returns the newest told version. Only for dry runs."""
-        while self._told < version:
-            await self._told_more.wait()
-        return self._told
+    async def wait_sent_version(self, version: int) -> int:
+        """Wait until rank 0 has sent this version or a later one. Returns the newest sent version. Only for dry runs."""
+        while self._sent_version < version:
+            await self._version_arrived.wait()
+        return self._sent_version
 
     async def _on_version(self, peer: str, header: Any, _: Sequence[Any]) -> None:
-        self._told = max(self._told, header["version"])
-        self._told_more.set()
-        self._told_more = asyncio.Event()
+        self._sent_version = max(self._sent_version, header["version"])
+        self._version_arrived.set()
+        self._version_arrived = asyncio.Event()
 
     async def _on_trained(self, peer: str, header: Any, _: Sequence[Any]) -> None:
         self.trained.set()
@@ -194,27 +193,27 @@ class Remote:
 class FollowPump:
     """See the module docstring."""
 
-    def __init__(self, ports: Ports, remote: Remote, follower: Follower) -> None:
+    def __init__(self, ports: Ports, remote: Remote, engine_version: EngineVersion) -> None:
         self._ports = ports
         self._remote = remote
-        self._follower = follower
-        self._released = ports.ledger.turn  # turns below this one are released
-        self._begun = not remote.joins
+        self._engine_version = engine_version
+        self._released = ports.ledger.turn  # lower turns are released
+        self._begun = not remote.joins  # the ledger counts this rank
         self._advanced = anyio.Event()
 
     async def wait_version(self, version: int) -> None:
         """Wait until the engine has this version or a later one."""
-        while self._follower.version < version:
+        while self._engine_version.version < version:
             await self._advanced.wait()
 
     async def wait_published(self, turn: int) -> None:
-        """Wait until the engine has the weights of the turns below `turn`. A rank that joined waits until the ledger counts it, or
-        until no step follows."""
+        """Wait until the engine has the weights of the turns below `turn`. A rank that joined waits until the ledger counts the
+        rank, or until no step follows."""
         if self._remote.joins:
             while not (self._begun or self._remote.trained.is_set()):
                 await self._advanced.wait()
             return
-        while self._ports.turn_of(self._follower.version) < turn:
+        while self._ports.turn_of(self._engine_version.version) < turn:
             await self._advanced.wait()
 
     async def run(self) -> None:
@@ -231,7 +230,7 @@ class FollowPump:
         ports = self._ports
         while True:
             with ports.recorder.watch("follow pump", "the next version of the weights", on="rank 0"):
-                version = await self._follower.next()
+                version = await self._engine_version.next()
             # Shown only on a node that joined.
             ports.note(f"version {version} of the weights is here; groups played here: {ports.book.end_count}")
             # Before the release: with the free slots rank 0 may complete a step before the next regular report.

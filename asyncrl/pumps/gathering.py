@@ -5,7 +5,7 @@
 
 * The queue of whole groups needs no bound of its own, because each group in it keeps its place in its producer's ring.
 * A group whose versions are known is dropped and counted at once if no place is left within `rollout.max_staleness`: its producer
-  can play a new one with newer weights. A group without versions waits for its slot.
+  can play a new group with newer weights. A group without versions waits for its slot.
 * An incomplete group ends in four cases: `door.timeout_s` after its first member (`door.on_timeout`: drop it, train the members
   that came, or end the run); `door.reconnect_s` after the last producer of its epoch left; when a member is too old to be trained;
   when a record of the group fails its checks.
@@ -33,11 +33,11 @@ from asyncrl.types import Prompt, Trajectory
 from .intake import Intake
 
 # Incomplete groups in the stash; their bytes are bounded by the rings.
-MOST_GROUPS = 4096
+MAX_INCOMPLETE = 4096
 # Whole groups that wait for slots. They hold records of the rings, so the rings bound their number.
-MOST_WHOLE = 1 << 30
-# Most refusals that the live view shows; all are counted.
-NOTES = 10
+MAX_WHOLE = 1 << 30
+# Number of refusals that the live view shows; all are counted.
+MAX_NOTES = 10
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class DoorStatistics:
     last_refusal: str = ""
 
 
-class Gathering:
+class DoorGroups:
     """The groups of one door. `submit`, `expire` and `end_epochs` run as tasks beside the caller of `add`."""
 
     def __init__(
@@ -71,14 +71,14 @@ class Gathering:
         self._intake = intake
         self._reconnect_s = settings.reconnect_s
         self._stash: Stash[Mapping[str, Any]] = Stash(
-            MOST_GROUPS, timeout_s=settings.timeout_s, on_timeout=settings.on_timeout, clock=anyio.current_time
+            MAX_INCOMPLETE, timeout_s=settings.timeout_s, on_timeout=settings.on_timeout, clock=anyio.current_time
         )
         self._decode = decode
         self._recorder = recorder
         self._note = note
         self._counts = statistics
         whole: tuple[QueueSender[StashedGroup[Any]], QueueReceiver[StashedGroup[Any]]] = open_queue(
-            "door", MOST_WHOLE, recorder
+            "door", MAX_WHOLE, recorder
         )
         self._whole_in, self._whole = whole
         # The producer's key of a group -> the group's id in this run. Only the newest `TOMBSTONES` groups are kept, because the
@@ -87,7 +87,7 @@ class Gathering:
         self._feeders: dict[int, set[bytes]] = {}  # epoch -> its connected producers
         self._ends: dict[int, float] = {}  # epoch without producers -> when it ends
         self._changed = anyio.Event()
-        self._failed: str | None = None  # the first group whose rewards could not be computed
+        self._failed: str | None = None  # message: the first group without rewards
 
     def close(self) -> None:
         """End the queue of whole groups. Do not call `add` or `submit` afterwards."""
@@ -153,7 +153,7 @@ class Gathering:
         self._counts.refused += 1
         self._counts.last_refusal = f"group {group} of epoch {epoch}: {error}"
         self._recorder.count("door/refused")
-        if self._counts.refused <= NOTES:
+        if self._counts.refused <= MAX_NOTES:
             self._note(f"door: refused: {self._counts.last_refusal}")
 
     async def submit(self) -> None:
@@ -218,7 +218,7 @@ class Gathering:
 
     def _on_unscored(self, error: RewardError) -> None:
         """With `reward.on_error: fail`: note the first failure and raise at the second. A single row without a needed column may be
-        one producer's fault; a second failure is the run's. Errors: RewardError."""
+        one producer's fault; a second failure is the run's fault. Errors: RewardError."""
         before, self._failed = self._failed, self._counts.last_refusal
         if before is not None:
             raise RewardError(

@@ -14,7 +14,7 @@
 |---|---|---|---|
 | 1 | slots | a slot, which the publish pump releases | there are no more prompts, or enough groups for `max_steps` |
 | 2 | slots x group_size | the reply of the engine | the engine closes; then every request fails |
-| 3 | one item per reward call at a time | a free scorer | the rollout pump has sent its last trajectory |
+| 3 | reward calls at a time | a free scorer | the rollout pump has sent its last trajectory |
 | 4, 5 | slots | nothing, because every group with rows has a slot | the ledger is exhausted and has no live group |
 | 6 | one unfinished publish | the previous publish | the train pump ends |
 
@@ -45,13 +45,13 @@ from asyncrl.types import Prompt, Trajectory
 from .claims import Claims
 from .dispatch import Dispatch
 from .evaluate import EvaluatePump, Evaluations, Report
-from .follow import Follower, FollowPump, Remote
+from .follow import EngineVersion, FollowPump, Remote
 from .intake import Intake, ScorePump
 from .pipeline import Ports, Publication, Scoring, StepReport
 from .publish import PublishPump
 from .rollout import GroupPlayer, OwnPrompts, Prompts, RolloutPump
 from .screen import Reroll
-from .siblings import Calls, LeadingTrainer, SiblingPump
+from .siblings import CallQueue, LeadingTrainer, SiblingPump
 from .train import TrainPump
 from .travel import Arrivals, Departures
 
@@ -59,18 +59,18 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Apart:
-    """What a rank needs if ranks have different roles. `dispatch`: on rank 0. `remote`: on every other rank. `follower`: on ranks
-    that only generate. `departures`: on ranks that generate. `arrivals`: on ranks that train. `leading`: on the leader of siblings.
-    `calls`: on its siblings."""
+class RoleParts:
+    """Further parts of a rank if ranks have different roles. `dispatch`: on rank 0. `remote`: on every other rank.
+    `engine_version`: on ranks that only generate. `departures`: on ranks that generate. `arrivals`: on ranks that build steps.
+    `leading`: on the leader of siblings. `calls`: on the leader's siblings."""
 
     dispatch: Dispatch | None = None
     remote: Remote | None = None
-    follower: Follower | None = None
+    engine_version: EngineVersion | None = None
     departures: Departures | None = None
     arrivals: Arrivals | None = None
     leading: LeadingTrainer | None = None
-    calls: Calls | None = None
+    calls: CallQueue | None = None
 
 
 Edge: TypeAlias = tuple[QueueSender[T], QueueReceiver[T]]
@@ -88,16 +88,16 @@ class Graph:
         on_step: Callable[[StepReport], None],
         catch_up: Callable[[bool], Awaitable[None]],
         evaluated: int = -1,
-        apart: Apart | None = None,
+        role_parts: RoleParts | None = None,
     ) -> None:
         """`at_version`: see `PublishPump`. `on_step`: see `TrainPump`. `evaluated`: `newest` of `EvaluatePump`. `catch_up(last)`
         does missing work, such as an evaluation, before the first step (`last` is False) or after the last (`last` is True).
-        `apart`: None if every rank trains and generates."""
+        `role_parts`: None if all ranks have the same role."""
         self._ports = ports
         self._prompts = prompts
         # The program or other processes submit the groups.
-        self._takes_groups = prompts is None and apart is None
-        self._apart = apart = apart or Apart()
+        self._takes_groups = prompts is None and role_parts is None
+        self._role_parts = role_parts = role_parts or RoleParts()
         reroll = Reroll(ports, prompts)
         self.intake = Intake(ports, reroll)
         self._catch_up = catch_up
@@ -107,30 +107,30 @@ class Graph:
         published = self._publish.wait_published
         self._train: TrainPump | SiblingPump = (
             TrainPump(ports, self._claims, reroll, published, on_step)
-            if apart.calls is None
-            else SiblingPump(ports, apart.calls, self._claims, published)
+            if role_parts.calls is None
+            else SiblingPump(ports, role_parts.calls, self._claims, published)
         )
-        if apart.leading is not None:
-            apart.leading.wait_published = lambda: published(ports.turn_of(ports.trainer.version))
+        if role_parts.leading is not None:
+            role_parts.leading.wait_published = lambda: published(ports.turn_of(ports.trainer.version))
         environment = ports.config.rollout.environment.rpartition(":")[2]  # names of metrics hold no path
-        spread = None if apart.dispatch is None else apart.dispatch.evaluate
+        spread = None if role_parts.dispatch is None else role_parts.dispatch.evaluate
         evaluate = EvaluatePump(ports, held_out, environment, evaluated, spread) if held_out else None
         self._evaluate = evaluate
         # Rank 0 alone decides when the other ranks evaluate.
-        decides = evaluate if apart.remote is None else None
+        decider = evaluate if role_parts.remote is None else None
         # The other ranks that play a part of an evaluation cannot pin a version.
         pinning = ports.engine if spread is None else None
-        self.evaluations = Evaluations(decides, pinning, self._publish.sync)
+        self.evaluations = Evaluations(decider, pinning, self._publish.sync)
         self._follow = None
-        if apart.remote is not None:
-            if apart.follower is not None:
-                self._follow = FollowPump(ports, apart.remote, apart.follower)
-            apart.remote.start(ports, prompts, evaluate, self._wait_version)
+        if role_parts.remote is not None:
+            if role_parts.engine_version is not None:
+                self._follow = FollowPump(ports, role_parts.remote, role_parts.engine_version)
+            role_parts.remote.start(ports, prompts, evaluate, self._wait_version)
         self._training_tasks: TaskGroup | None = None
         self._finished = anyio.Event()  # train and publish pumps, or follow pump, have ended
         self._generated = anyio.Event()  # the rollout and score pumps have ended
         self._generation_scope = anyio.CancelScope()
-        self._generation_pumps: anyio.CancelScope | None = None
+        self._generation_pumps_scope: anyio.CancelScope | None = None
         self._finish_callbacks: list[Callable[[], None]] = []
         self._generating = False
         self._draining = False
@@ -142,8 +142,8 @@ class Graph:
         """Start to train the groups that `run` generates and that `submit` gets."""
         self._accept_groups(self._takes_groups or self._prompts is not None)
         supervisor.start("training", self._run_training if self._follow is None else self._run_following)
-        if self._apart.remote is not None and (self._ports.generates or self._ports.follows):
-            supervisor.start("reports", self._apart.remote.report_often)
+        if self._role_parts.remote is not None and (self._ports.generates or self._ports.follows):
+            supervisor.start("reports", self._role_parts.remote.report_often)
 
     def _accept_groups(self, accepts: bool) -> None:
         """Set whether groups may come from outside. If they may, idle time of the device is counted as waiting for the program."""
@@ -161,8 +161,8 @@ class Graph:
                 spawn(pumps, "train pump", self._run_train_pump, publications_in)
                 spawn(pumps, "publish pump", self._publish.run, publications_out)
             await self._catch_up(True)
-            if self._apart.dispatch is not None:
-                await self._apart.dispatch.tell_ended(self._ports.trainer.version)
+            if self._role_parts.dispatch is not None:
+                await self._role_parts.dispatch.send_ended(self._ports.trainer.version)
         finally:
             self._finish()
 
@@ -173,11 +173,11 @@ class Graph:
 
     async def _run_following(self) -> None:
         """In place of `_run_training`, on a rank that only generates."""
-        assert self._follow is not None and self._apart.remote is not None
+        assert self._follow is not None and self._role_parts.remote is not None
         try:
             async with anyio.create_task_group() as pumps:
                 spawn(pumps, "follow pump", self._follow.run)
-                await self._apart.remote.trained.wait()
+                await self._role_parts.remote.trained.wait()
                 self._generation_scope.cancel()
             self._training_completed = True
         finally:
@@ -196,15 +196,15 @@ class Graph:
     async def _run_train_pump(self, publications: QueueSender[Publication]) -> None:
         try:
             async with anyio.create_task_group() as tasks:
-                if self._apart.arrivals is not None:
-                    spawn(tasks, "arrivals", self._apart.arrivals.run)
+                if self._role_parts.arrivals is not None:
+                    spawn(tasks, "arrivals", self._role_parts.arrivals.run)
                 await self._train.run(publications)
                 tasks.cancel_scope.cancel()
-            if self._apart.leading is not None:
-                await self._apart.leading.end()
+            if self._role_parts.leading is not None:
+                await self._role_parts.leading.end()
             self._training_completed = True
-            if self._apart.dispatch is not None:
-                await self._apart.dispatch.tell_trained()
+            if self._role_parts.dispatch is not None:
+                await self._role_parts.dispatch.send_trained()
         finally:
             self._accept_groups(False)
             self._ports.book.training_ended = True
@@ -262,16 +262,16 @@ class Graph:
     async def _run_generation(self) -> None:
         assert self._prompts is not None
         prompts: Prompts = (
-            self._apart.remote or self._apart.dispatch or OwnPrompts(self._prompts, self._ports.generating)
+            self._role_parts.remote or self._role_parts.dispatch or OwnPrompts(self._prompts, self._ports.generating)
         )
-        departures = self._apart.departures
+        departures = self._role_parts.departures
         calls = self._ports.calls_at_once or self._ports.config.reward.workers
         edge: Edge[Scoring] = open_queue("scoring", calls, self._ports.recorder)
         scoring_in, scoring_out = edge
         try:
             with self._generation_scope:
                 async with scoring_in, scoring_out, anyio.create_task_group() as pumps:
-                    self._generation_pumps = pumps.cancel_scope
+                    self._generation_pumps_scope = pumps.cancel_scope
                     self._rollout = rollout = RolloutPump(self._ports, prompts, scoring_in)
                     if departures is not None:
                         spawn(pumps, "departures", departures.run)
@@ -283,8 +283,8 @@ class Graph:
 
     async def _run_score_pump(self, score: ScorePump) -> None:
         await score.run()
-        if self._apart.departures is not None:
-            self._apart.departures.close()
+        if self._role_parts.departures is not None:
+            self._role_parts.departures.close()
 
     async def drain(self) -> None:
         """Refuse further groups, train the groups that were accepted, and end. Returns when the training pumps have ended."""
@@ -297,7 +297,7 @@ class Graph:
 
     def open_intake(self) -> Intake:
         """The intake, for groups from outside. Errors: LifecycleError while this rank generates groups of its own prompts, and
-        with roles, whose groups travel only during `run`."""
+        if ranks have different roles, because their groups travel only during `run`."""
         ports = self._ports
         if ports.depart is not None or not (ports.builds_steps and ports.generates):
             raise LifecycleError(
@@ -311,7 +311,7 @@ class Graph:
         return self.intake
 
     async def submit(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> bool:
-        """Check a whole group from outside and give it to the intake. Result and errors: see `Intake.submit`."""
+        """Check a whole group from outside and give the group to the intake. Result and errors: see `Intake.submit`."""
         try:
             intake = self.open_intake()
             for trajectory in trajectories:
@@ -321,15 +321,15 @@ class Graph:
             raise type(error)(f"submit: {error}") from error.__cause__
 
     async def play(self, environment: Environment, prompt: Prompt, size: int) -> tuple[Trajectory, ...]:
-        """Play a group in this environment and give it to the intake. Result and errors: see `Intake.play`."""
+        """Play a group in this environment and give the group to the intake. Result and errors: see `Intake.play`."""
         player = GroupPlayer(replace(self._ports, environment=environment))
         return await self.open_intake().play(prompt.group_id, lambda ticket: player.play(ticket, prompt, size))
 
     async def wait_published(self) -> None:
         """Wait until every step is published and reported, and every engine has the newest weights. Errors: LifecycleError if
-        this rank only generates, or if the weights have to come from several training ranks, which do not know of this call."""
+        this rank builds no steps, or if several training ranks have to send the weights: the others do not know of this call."""
         ports, interval = self._ports, self._ports.config.rollout.weight_sync_interval
-        has_roles = self._apart.dispatch is not None or self._apart.remote is not None
+        has_roles = self._role_parts.dispatch is not None or self._role_parts.remote is not None
         if has_roles and (not ports.builds_steps or (interval > 1 and not ports.alone)):
             raise LifecycleError(
                 "evaluate: distributed.roles or distributed.context is set; call evaluate on rank 0, and if several ranks train, "
@@ -342,7 +342,7 @@ class Graph:
     async def evaluate(self, version: int, report: Report, *, first: bool, last: bool) -> None:
         """Evaluate the held-out prompts at this version, if due, and call `report`: see `Evaluations.evaluate`. At the `first` and
         the `last` version of a run the training waits for the evaluation. The training pumps end after all evaluations."""
-        if self._apart.remote is not None and self._evaluate is not None and self._evaluate.due(version, last):
+        if self._role_parts.remote is not None and self._evaluate is not None and self._evaluate.due(version, last):
             # The ranks that evaluate for rank 0 get the version only when every training rank has handed it over.
             await self._publish.sync()
         await self.evaluations.evaluate(
@@ -369,6 +369,6 @@ class Graph:
 
     @property
     def ending(self) -> bool:
-        """Whether the pumps that generate are still running after the end of the training, or after one of them failed."""
-        failed = self._generation_pumps is not None and self._generation_pumps.cancel_called
+        """Whether the pumps that generate are still running after the end of the training, or after one of these pumps failed."""
+        failed = self._generation_pumps_scope is not None and self._generation_pumps_scope.cancel_called
         return self._generating and (failed or self._finished.is_set())

@@ -1,4 +1,4 @@
-"""Functions of the user's own between the stages of a run.
+"""Functions of the user that run between the stages of a run.
 
     prompt ──before_group──▶ rollouts ──▶ rewards ──after_rewards──▶ filters ──▶ advantages ──after_advantages──▶ training
 

@@ -49,8 +49,8 @@ class Intake:
         self._reroll = reroll
         algorithm = ports.config.algorithm
         needs_reference = ports.loss.needs_reference or ports.reward_penalty is not None
-        # Compute the reference log-probs on the lane while other processes score the rewards. `_compute_reference` hides an error,
-        # and siblings would still wait in the call that failed.
+        # Compute the reference log-probs on the lane while other processes score the rewards. Not with siblings:
+        # `_compute_reference` hides an error, and siblings would still wait in the call that failed.
         ahead = algorithm.kl.reference_ahead is not False and ports.config.distributed.context == 1
         self._reference_ahead = needs_reference and ahead and ports.score_groups and ports.builds_steps
         self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of incomplete own groups
@@ -58,7 +58,7 @@ class Intake:
         self._components: set[str] = set()  # names of reward components from outside
         self._warned_of_one = False
         self._closed = ""  # the reason why `submit` is refused
-        self._waiting: set[anyio.CancelScope] = set()
+        self._waiting: set[anyio.CancelScope] = set()  # calls that wait for a slot
         self._playing: dict[anyio.CancelScope, anyio.Event] = {}  # groups of `play`, until their end
         # Leases of groups that were refused because live groups hold all places in the steps. Released when a group ends.
         self._delayed_leases: list[Lease] = []
@@ -67,7 +67,7 @@ class Intake:
         self.scored = 0  # trajectories
 
     async def take(self, item: Scoring) -> Group | None:
-        """Score one played trajectory, or all members of a group. A group whose last member is scored is filtered, and returned."""
+        """Score one played trajectory, or all members of a group. Returns the filtered group after its last member, else None."""
         ticket, book, store = item.ticket, self._ports.book, self._ports.store
         self._ports.recorder.gauge("queue/stash/depth", self.incomplete)
         if ticket.group_id not in book:  # another member failed
@@ -102,8 +102,8 @@ class Intake:
         """Take a whole group whose members passed `check`. Waits for a slot, and scores members without a reward.
         `leases`: the memory of the group, lent by a producer. The leases are released after the group is trained or dropped.
 
-        Returns False if the group is too old for every free place. Its leases are released at once if it is past its deadline.
-        Otherwise live groups hold the places, and the leases are released when one of those groups ends. So a producer that is
+        Returns False if the group is too old for every free place. If the group is past its deadline, its leases are released at
+        once. Otherwise live groups hold the places, and the leases are released when one of them ends. So a producer that is
         faster than the training waits at its full ring, instead of pushing groups as fast as the event loop can drop them.
         Errors: LifecycleError if no step can follow, also while this method waits; DataError for a group that cannot be trained,
         or was submitted before. After an error the group has no slot, and its leases are not released."""
@@ -230,7 +230,7 @@ class Intake:
             self._submitted.popitem(last=False)
 
     async def _enter(self, group: Group, *, leased: bool = False) -> Group:
-        """Score and filter a whole group that has its slot and its rows in the store. Returns the group with its rewards."""
+        """Score and filter a group in the store. `leased`: its arrays are memory of a producer. Returns the group with rewards."""
         return await self._filter(replace(group, trajectories=await self._score_members(group)), leased=leased)
 
     async def _filter(self, group: Group, *, leased: bool = False) -> Group:
@@ -277,7 +277,7 @@ class Intake:
         return tuple(scored.get(t.member, t) for t in group.trajectories)
 
     async def _compute_reference(self, group: Group) -> None:
-        """Write the reference log-probs of a group into the store, which has its rows. Errors: those of the trainer."""
+        """Write the reference log-probs of a group that is in the store. Errors: those of the trainer."""
         ports = self._ports
         # The step will meet the same error, and drop the group.
         with suppress(GroupsFailed):

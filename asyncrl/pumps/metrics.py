@@ -136,8 +136,8 @@ def step_metrics(parts: Sequence[StepPart], version: int, result: StepResult, se
     metrics.update({"train/tokens": result.tokens, "train/sequences": result.sequences})
     metrics["train/groups"] = len(groups) - len(ages)
     if len(parts) > 1 and tokens:
-        most = max(sum(row.tokens for group in part.groups for row in group.rows) for part in parts)
-        metrics["train/balance"] = most * len(parts) / tokens
+        largest = max(sum(row.tokens for group in part.groups for row in group.rows) for part in parts)
+        metrics["train/balance"] = largest * len(parts) / tokens
     for name in sorted({name for part in parts for name in part.sums}):
         metrics[name] = math.fsum(part.sums.get(name, 0.0) for part in parts)
     metrics = logged_means(metrics)

@@ -37,7 +37,7 @@ class Gather(Protocol):
     """A collective that returns the parts of all ranks in rank order. `metrics.encode_part` must be able to encode a part."""
 
     async def __call__(self, part: T) -> list[T]:
-        """All ranks must call it, in the same order."""
+        """All ranks must make these calls in the same order."""
         ...
 
 
@@ -64,7 +64,7 @@ class Ports:
     book: GroupBook
     ids: GroupIds
     # `turn_of` counts versions from this version. Below 0 after a resume from a checkpoint that was written within a batch: that
-    # batch made fewer versions than usual.
+    # batch made fewer versions than a whole batch.
     base: int = 0
     # This rank, the number of ranks that build steps, and the number of this rank among them; 0 on other ranks. Siblings
     # (`distributed.context`) count once: their leader builds steps for them.

@@ -1,4 +1,4 @@
-"""The publish pump gives each new version to every engine. Then it gives the slots of the step back to the ledger.
+"""The publish pump gives each new version to every engine, and then the slots of the step back to the ledger.
 
     consumes     publications of the train pump (edge 6)
     produces     weights of the version in every engine; evaluation and checkpoint; slots for the next groups (edge 1)
@@ -9,8 +9,8 @@ Order for each version: every sink acknowledges it; evaluation and checkpoint ru
 Evaluation and checkpoint see exactly this version, because the train pump does not finish its next step before they are done. An
 evaluation on a worker that is pinned to the version (evaluate.py) does not hold the train pump up.
 
-With `rollout.weight_sync_interval: k` the sinks get a version k steps after the last version that they got. They get it sooner if
-an evaluation needs the newest weights, in the first `sync_warmup_steps`, and after the last step. The slots of a step whose version
+With `rollout.weight_sync_interval: k` the sinks get a version k steps after their last version, and sooner if an evaluation needs
+the newest weights, in the first `sync_warmup_steps`, and after the last step. The slots of a step whose version
 the sinks do not have are not released, so the ledger counts the age of the engines' weights. The ledger has slots for k - 1 more
 steps (`config.resolve.turns_bound`), so no group waits for these slots.
 """
@@ -33,13 +33,13 @@ class PublishPump:
     """See the module docstring."""
 
     def __init__(
-        self, ports: Ports, at_version: Callable[[int], Awaitable[None]], first: Callable[[], Awaitable[None]]
+        self, ports: Ports, at_version: Callable[[int], Awaitable[None]], at_start: Callable[[], Awaitable[None]]
     ) -> None:
-        """`at_version(version)` evaluates and checkpoints if they are due; `first()` does so before the first step."""
+        """`at_version(version)` evaluates and checkpoints if they are due; `at_start()` does so before the first step."""
         self._ports = ports
         self._at_version = at_version
-        self._first = first
-        # Turns below this number are published. It is 1 too low until `first()` has ended, so `wait_published` waits for `first()`.
+        self._at_start = at_start
+        # Turns below this number are published. 1 too low until `at_start()` has ended, so `wait_published` waits for that call.
         self._done_turn = ports.ledger.turn - 1
         # Turns below this number are trained into the weights that the engines have.
         self._synced_turn = ports.ledger.turn
@@ -55,7 +55,7 @@ class PublishPump:
     async def run(self, publications: QueueReceiver[Publication]) -> None:
         """Ends after the last publication."""
         async with publications:
-            await self._first()
+            await self._at_start()
             self._advance(self._done_turn + 1)
             async for publication in publications:
                 await self._publish(publication)

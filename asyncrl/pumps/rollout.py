@@ -40,11 +40,11 @@ from asyncrl.types import Generation, GenerationRequest, Prompt, Ticket, Traject
 from .pace import Pace
 from .pipeline import Ports, Scoring, put_item
 
-# Of a group that has lost members. A single reward could be compared with no other reward.
+# A group that has lost members is trained with at least this many: a single reward could be compared with no other reward.
 _FEWEST_MEMBERS = 2
 _NAMED_CAUSES = 3  # in the error about too many failed groups
 MAX_LOGGED_KINDS = 50  # further kinds of failures are only counted
-# Of a traceback, from its outer and from its inner end.
+# Lines of a logged traceback, from its outer and from its inner end.
 _LOGGED_ENTRIES = 5
 # Errors of asyncrl that fail only the episode.
 _EPISODE_ERRORS = (GenerationError, DataError)
@@ -53,11 +53,11 @@ logger = logging.getLogger("asyncrl.pumps")
 
 
 class Prompts(Protocol):
-    """Where the rollout pump takes its prompts: the cursor of this rank, or that of rank 0 (`follow.Remote`)."""
+    """Where the rollout pump takes its prompts: the cursor of this rank, or the cursor of rank 0 (`follow.Remote`)."""
 
     @property
-    def usual_s(self) -> float:
-        """How long a group takes on the other ranks. 0: unknown."""
+    def others_mean_s(self) -> float:
+        """Mean duration of a group on the other ranks. 0: unknown."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class Prompts(Protocol):
 class OwnPrompts:
     """The prompts of this rank's cursor. No method yields to other tasks."""
 
-    usual_s = 0.0
+    others_mean_s = 0.0
 
     def __init__(self, source: PromptSource, generating: int) -> None:
         self._source, self.generating = source, generating
@@ -135,8 +135,8 @@ class RolloutPump:
         prompt = await self._prompts.next(self._pace.take_played()) if await self._needs_group() else None
         if prompt is None:
             return None
-        self._pace.usual_s = self._prompts.usual_s
-        self._pace.set_most(self._share(self._prompts.generating))
+        self._pace.others_mean_s = self._prompts.others_mean_s
+        self._pace.set_max_playing(self._share(self._prompts.generating))
         with self._ports.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
             self.waiting_prompt = prompt.group_id
             ticket = await self._ports.ledger.admit(prompt.group_id)
@@ -225,8 +225,8 @@ class GroupPlayer:
         trajectories = tuple(played[member] for member in sorted(played))
         if lost:
             ports.recorder.count("rollout/lost_members", len(lost))
-            left = len(trajectories)
-            trajectories = tuple(replace(t, member=n, group_size=left) for n, t in enumerate(trajectories))
+            count = len(trajectories)
+            trajectories = tuple(replace(t, member=n, group_size=count) for n, t in enumerate(trajectories))
         return Scoring(ticket, prompt, trajectories)
 
     async def _play_member(self, ticket: Ticket, prompt: Prompt, member: int, group_size: int) -> Trajectory:
@@ -264,9 +264,9 @@ class GroupPlayer:
         if limit is None:
             setting += " (not set: a tenth of all groups, and at least the groups of one step)"
             limit = max(rollout.groups_per_step, self._ports.ledger.statistics().admitted // 10)
-        if book.failed > limit and not book.over_budget:
+        if book.failed > limit and not book.raised_too_many_failed:
             # Other groups that fail before the run has ended must not raise this error again.
-            book.over_budget = True
+            book.raised_too_many_failed = True
             causes = [f"{count} of {reason.removeprefix('failed: ')}" for reason, count in book.reasons.items()]
             raise GenerationError(
                 f"group {ticket.group_id} failed in the environment ({raised(error)}), as {book.failed} groups "
@@ -352,7 +352,7 @@ class Episodes:
         )
 
     async def _failure(self, error: BaseException) -> BaseException:
-        """Returns the failure of the episode. Raises `error` if it is no failure, because the run or this episode is stopped."""
+        """The error with which the episode failed. Raises an error that ends the run, or that cancels this episode."""
         for leaf in leaves(error):
             fails_episode = isinstance(leaf, _EPISODE_ERRORS) and not isinstance(leaf, EngineClosed)
             if fails_episode or not isinstance(leaf, AsyncrlError):

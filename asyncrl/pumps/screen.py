@@ -121,10 +121,10 @@ class Reroll:
         self._ports = ports
         self._config = config = ports.config.reroll
         self._prompts = prompts if config.start_fraction < 1 else None
-        self._start = 0
+        self._start = 0  # the first turn at which prompts are played again
         if self._prompts is not None:
             train = ports.config.train
-            # Steps of the whole run, which the first limit ends. The checks require max_steps or max_epochs with re-roll.
+            # Steps of the whole run. With re-roll the checks require max_steps or max_epochs; the smaller limit ends the run.
             steps_per_epoch = len(self._prompts) / ports.config.rollout.groups_per_step
             steps = min(train.max_steps or math.inf, (train.max_epochs or math.inf) * steps_per_epoch)
             self._start = max(1, int(config.start_fraction * steps))

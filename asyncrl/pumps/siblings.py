@@ -3,9 +3,9 @@
     train pump ─▶ LeadingTrainer ─┬─▶ LaneTrainer of the leader           begin · microbatch x K · finish: in the same order
                                   └─▶ line ─▶ SiblingPump ─▶ LaneTrainer of the sibling
 
-Groups are claimed, built and reported at the leader alone. A call is sent to the siblings, with the arrays of its microbatches,
-before the leader's own trainer gets the call. So all ranks of a set join their collectives in one order. No call has an answer: a
-rank raises its own trainer's errors and leaves the run. Then the other ranks' collectives end (`distributed/collectives.py`).
+The leader alone claims groups, builds microbatches and reports steps. A call is sent to the siblings, with the arrays of its
+microbatches, before the leader's own trainer gets the call. So all ranks of a set join their collectives in one order. No call has
+an answer: a rank raises its own trainer's errors and leaves the run, and the other ranks' collectives fail (`LostRank`).
 
 The publish of a step has collectives of its own (the time limit, parts of a checkpoint). So no rank runs a call before its publish
 of the last step has ended.
@@ -68,13 +68,13 @@ def decode(headers: Sequence[Mapping[str, Any]], buffers: Sequence[Any]) -> list
     """The inverse of `encode`."""
     rest = iter(buffers)
 
-    def value(form: Any) -> Any:
-        if not isinstance(form, list):
-            return form
+    def value(entry: Any) -> Any:
+        if not isinstance(entry, list):
+            return entry
         # A copy: torch warns of arrays that are not writable.
-        return np.frombuffer(bytearray(next(rest)), np.dtype(form[0])).reshape(form[1])
+        return np.frombuffer(bytearray(next(rest)), np.dtype(entry[0])).reshape(entry[1])
 
-    return [Microbatch(**{name: value(form) for name, form in header.items()}) for header in headers]
+    return [Microbatch(**{name: value(entry) for name, entry in header.items()}) for header in headers]
 
 
 class LeadingTrainer:
@@ -86,7 +86,7 @@ class LeadingTrainer:
         self._line, self._siblings = line, siblings
         # Returns when the publish of the last optimizer step has ended. `Graph` sets it.
         self.wait_published: Callable[[], Awaitable[None]]
-        self._surveyed: Loss | None = None
+        self._surveyed: Loss | None = None  # the result of the last `survey`
 
     @property
     def version(self) -> int:
@@ -126,7 +126,7 @@ class LeadingTrainer:
         return await self._call("round", lambda: own(finishing), finishing)
 
     async def end(self) -> None:
-        """Tell the siblings that no call follows, so that they end their pumps."""
+        """Notify the siblings that no call follows, so that they end their pumps."""
         await self._send("end")
 
     async def _call(
@@ -149,11 +149,11 @@ class LeadingTrainer:
             await self._line.tell(sibling, CALL, [name, argument, headers], buffers)
 
 
-class Calls:
+class CallQueue:
     """The calls of a leader, in order, at a sibling."""
 
     def __init__(self, line: SiblingLine, leader: str) -> None:
-        """`line`: to the leader. `leader`: its name."""
+        """`line`: to the leader. `leader`: the leader's name."""
         self.leader = leader
         # The groups of a step bound the queue: the leader waits for this rank at the end of each step.
         self._calls = asyncio.Queue[_Call]()
@@ -177,7 +177,7 @@ class SiblingPump:
     """
 
     def __init__(
-        self, ports: Ports, calls: Calls, claims: Claims, wait_published: Callable[[int], Awaitable[None]]
+        self, ports: Ports, calls: CallQueue, claims: Claims, wait_published: Callable[[int], Awaitable[None]]
     ) -> None:
         """`wait_published`: as for the train pump."""
         self._ports, self._calls, self._claims, self._wait_published = ports, calls, claims, wait_published
@@ -195,10 +195,10 @@ class SiblingPump:
                     (name, argument, headers), buffers = await self._calls.next()
                 if name == "end":
                     break
-                await self._make(name, argument, decode(headers, buffers), publications)
+                await self._run_call(name, argument, decode(headers, buffers), publications)
             tasks.cancel_scope.cancel()
 
-    async def _make(
+    async def _run_call(
         self, name: str, argument: Any, batches: list[Microbatch], publications: QueueSender[Publication]
     ) -> None:
         ports, trainer = self._ports, self._ports.trainer
@@ -222,7 +222,7 @@ class SiblingPump:
                 await self._finish(publications)
 
     async def _finish(self, publications: QueueSender[Publication]) -> None:
-        """The optimizer step, and the commit if it is the last one of a batch. Every rank that trains commits each step."""
+        """Make an optimizer step, and after the last one of a batch the commit. Every rank that trains commits each step."""
         ports = self._ports
         turn = ports.ledger.turn
         # The weights change, so the step must be committed even if this task is cancelled.

@@ -9,7 +9,7 @@ The other groups of the step become claimable again, or wait for the next run. A
 applied, even if something fails later.
 
 With several ranks no rank drops a group alone, because the other ranks may be in a collective that includes this group.
-A gradient that is not finite does not show which group caused it. Then all records of the step leave the ring, and the run ends.
+A gradient that is not finite does not name a group. So all records of the step leave the ring, and the run ends.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Step:
 
 
 class GroupsFailed(Exception):
-    """An error that these groups caused in a step. It is caught at the end of the step. `cause`: the original error."""
+    """An error that these groups caused in a step, caught at the end of the step. `cause`: the original error."""
 
     def __init__(self, group_ids: Iterable[int], cause: Exception) -> None:
         super().__init__(str(cause))
@@ -99,8 +99,8 @@ class FailedGroups:
 
     async def end(self, step: Step, error: GroupsFailed | DivergenceError) -> None:
         """Call this method after the step was aborted. Returns if the run can continue. Errors: for a GroupsFailed
-        with groups of this step a TrainStepError, or a DivergenceError if that was the cause, with their names. Otherwise the
-        original error, since no group is known to be the cause."""
+        with groups of this step a TrainStepError, or a DivergenceError if that was the cause, which names the groups. Otherwise
+        the original error, since no group is known to be the cause."""
         ports = self._ports
         cause = error.cause if isinstance(error, GroupsFailed) else error
         failed = [rows for rows in step.rows if isinstance(error, DivergenceError) or rows.group_id in error.group_ids]

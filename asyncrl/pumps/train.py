@@ -50,7 +50,7 @@ from asyncrl.errors import DataError, DivergenceError, RankLost
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import ClaimState, Group, Microbatch, StepResult
 
-from .building import Building
+from .building import StepBuilder
 from .claims import Claims, drop_late
 from .metrics import COUNTED, StepPart, group_rows, merge_results, step_metrics
 from .pipeline import Ports, Publication, StepReport, put_item
@@ -87,9 +87,9 @@ class TrainPump:
         # Places, over all ranks, that are claimed from one round to the next; 0: all rounds run in `_finish`.
         has_rounds = streams and ports.round is not None
         self._places_per_round = max(rollout.streaming_min_groups, 1) * ports.ranks if has_rounds else 0
-        self._building = Building(ports, self._wait_last_published, surveys=self._surveys)
+        self._building = StepBuilder(ports, self._wait_last_published, surveys=self._surveys)
         self._failed_groups = FailedGroups(ports)
-        self._too_old = 0.0
+        self._too_old = 0.0  # groups dropped as too old, since the start
 
     async def run(self, publications: QueueSender[Publication]) -> None:
         """Make steps until no further group can be ready. Then close the edge to the publish pump."""
@@ -127,12 +127,12 @@ class TrainPump:
 
     async def _fill(self, step: Step) -> bool:
         """Claim and train until the step is full, or no further group can be ready. False: there is no step to finish."""
-        claims, least = self._claims, self._streams_from
+        claims, threshold = self._claims, self._streams_from
         while True:
             # Read before the claim, so that a change during the claim is not missed.
             changed = claims.changed
             full = await claims.claim_ready(step) is ClaimState.FULL
-            if least is not None and (full or len(step.untrained()) >= least):
+            if threshold is not None and (full or len(step.untrained()) >= threshold):
                 await self._train_new(step)
             await self._join_rounds(step)
             if full:
@@ -143,7 +143,7 @@ class TrainPump:
             await claims.wait(changed)
         if claims.has_too_few_groups:
             return False
-        if least is None:
+        if threshold is None:
             # The rounding of sums must not depend on which group was ready first.
             step.rows.sort(key=lambda rows: rows.group_id)
             await self._train_new(step)
@@ -290,7 +290,7 @@ class TrainPump:
         return replace(merge_results(done), version=version)
 
     def _part(self, step: Step, groups: tuple[Group, ...]) -> StepPart:
-        """This rank's part of the step. Counts are since the last step; counts of late and evicted groups are since the start."""
+        """This rank's part of the metrics. Counts since the last step, but of late and evicted groups since the start."""
         ports = self._ports
         sums = ports.recorder.take_counts(COUNTED) | self._reroll.sums(groups)
         self._too_old += sums.get("staleness/dropped", 0.0)

@@ -41,8 +41,8 @@ UNACKNOWLEDGED = 8
 # A group of 64 x 32,768 tokens has 40 MB, and recorded routes of 48 layers multiply that by twenty.
 MAX_BYTES = 1 << 30
 # More groups than any run has slots: the slots bound these queues.
-_MOST = 1 << 30
-# Only ranks below this number have metrics of their own, because each metric is a column of every step.
+_BOUND = 1 << 30
+# Only senders below this rank have metrics of their own, because each metric is a column of every step.
 _NAMED_RANKS = 64
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -58,25 +58,25 @@ class Line(Protocol):
 
 
 def tokens_of(group: Group) -> int:
-    """The most tokens that a training step forwards: each distinct prompt once, and the distinct tokens of every completion."""
+    """The most tokens of this group that a training step forwards: each distinct prompt once, and every completion."""
     # Agents write their own prompts, which may differ within a group.
     prompts = {t.tokens[: t.prompt_length].tobytes(): t.prompt_length for t in group.trajectories}
     return sum(prompts.values()) + sum(t.completion_length for t in group.trajectories)
 
 
 def encode_group(group: Group, epoch: int) -> bytearray:
-    """The record of a scored group. Leaves out columns of the prompt that JSON cannot hold: environment and rewards have read them.
-    Errors: RecordError for other values that JSON cannot hold. RecordTooLarge."""
+    """The record of a scored group. `epoch`: the attempt of the run. Leaves out columns of the prompt that JSON cannot hold:
+    environment and rewards have read them. Errors: RecordError for other values that JSON cannot hold; RecordTooLarge."""
     prompt, first = group.prompt, group.trajectories[0]
     is_prefix = np.array_equal(prompt.ids, first.tokens[: first.prompt_length])
-    beside = {
+    metadata = {
         "prompt": prompt.prompt,
         "columns": _plain(prompt.columns),
         "epoch": prompt.epoch,
         "ids": None if is_prefix else prompt.ids.tolist(),
         "extras": [_plain(t.extras) for t in group.trajectories],
     }
-    planned = plan(draft_of(group.group_id, group.trajectories, epoch, beside))
+    planned = plan(draft_of(group.group_id, group.trajectories, epoch, metadata))
     if planned.size > MAX_BYTES:
         raise RecordTooLarge(
             f"group {group.group_id} has {planned.size:,} bytes, and a group that travels has at most {MAX_BYTES:,}; reduce "
@@ -86,7 +86,7 @@ def encode_group(group: Group, epoch: int) -> bytearray:
 
 
 def decode_group(record: Buffer, ticket: Ticket, epoch: int) -> Group:
-    """The group of a record. Its arrays are views of `record`. Errors: RecordError; DataError for another group."""
+    """The group of a record. The arrays are views of `record`. Errors: RecordError; DataError for another group."""
     found = read(record)
     members = trajectories_of(found)
     if (found.epoch, found.group) != (epoch, ticket.group_id) or not is_whole_group(members):
@@ -94,10 +94,10 @@ def decode_group(record: Buffer, ticket: Ticket, epoch: int) -> Group:
             f"expected all members of group {ticket.group_id} of epoch {epoch}, found members {found.members.tolist()} of "
             f"{found.group_size} of group {found.group} of epoch {found.epoch}; a sender of an earlier attempt must join again"
         )
-    beside, first = group_metadata(found), members[0]
-    ids = first.tokens[: first.prompt_length].copy() if beside["ids"] is None else np.array(beside["ids"], np.int32)
-    prompt = Prompt(ticket.group_id, ids, beside["prompt"], beside["columns"], beside["epoch"])
-    pairs = zip(members, beside["extras"], strict=True)
+    metadata, first = group_metadata(found), members[0]
+    ids = first.tokens[: first.prompt_length].copy() if metadata["ids"] is None else np.array(metadata["ids"], np.int32)
+    prompt = Prompt(ticket.group_id, ids, metadata["prompt"], metadata["columns"], metadata["epoch"])
+    pairs = zip(members, metadata["extras"], strict=True)
     return Group(ticket, prompt, tuple(replace(trajectory, extras=extras) for trajectory, extras in pairs))
 
 
@@ -116,7 +116,7 @@ class Departures:
         self._connect = connect
         self._epoch = epoch
         edge: tuple[QueueSender[tuple[Group, float]], QueueReceiver[tuple[Group, float]]]
-        edge = open_queue("departures", _MOST, ports.recorder)
+        edge = open_queue("departures", _BOUND, ports.recorder)
         self._queue_in, self._queue = edge
         self._credits = anyio.Semaphore(UNACKNOWLEDGED)
 
@@ -146,10 +146,10 @@ class Departures:
     async def _send(self, group: Group, waited: float) -> None:
         ports, ticket = self._ports, group.ticket
         try:
-            # From here on no other task of this rank ends the group: the books know at each moment which rank has it.
+            # From here on no other task of this rank ends the group: the books know at each moment which rank has the group.
             if not ports.book.remove(ticket):
                 return
-            if refusal := await self._bring(group, waited):
+            if refusal := await self._deliver(group, waited):
                 logger.warning("group %d does not travel and is dropped: %s", ticket.group_id, refusal)
                 ports.book.add(ticket)
                 await ports.book.end(ticket.group_id, "dropped", "did not travel")
@@ -160,7 +160,7 @@ class Departures:
         finally:
             self._credits.release()
 
-    async def _bring(self, group: Group, waited: float) -> str:
+    async def _deliver(self, group: Group, waited: float) -> str:
         """Bring a group to the training rank that the ledger names. Returns a reason if that is impossible, else an empty text."""
         ports, ticket = self._ports, group.ticket
         try:
@@ -208,7 +208,7 @@ class Arrivals:
     def __init__(self, ports: Ports, epoch: int) -> None:
         self._ports = ports
         self._epoch = epoch
-        edge: tuple[QueueSender[_Arrival], QueueReceiver[_Arrival]] = open_queue("arrivals", _MOST, ports.recorder)
+        edge: tuple[QueueSender[_Arrival], QueueReceiver[_Arrival]] = open_queue("arrivals", _BOUND, ports.recorder)
         self._queue_in, self._queue = edge
         self._unanswered: set[asyncio.Future[bool]] = set()
 
@@ -260,9 +260,9 @@ class Arrivals:
                     kept.set_result(False)
 
     async def _keep(self, arrival: _Arrival) -> RankLost | None:
-        """Keep the group, if this rank needs it. Returns an error if rank 0 counts the sender as lost."""
+        """Keep the group if this rank needs the group. Returns an error if rank 0 counts the sender as lost."""
         ports, group = self._ports, arrival.group
-        # The record was sent again. `run` is one task, so no earlier record of the group is between its move and its rows.
+        # Then the record was sent again. `run` is one task, so no earlier record of the group is between its move and its rows.
         if group.group_id in ports.store:
             return None
         try:

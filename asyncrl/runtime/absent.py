@@ -48,7 +48,7 @@ class VersionSender:
         self._dispatch = dispatch
 
     async def update_weights(self, version: int) -> None:
-        await self._dispatch.tell_version(version)
+        await self._dispatch.send_version(version)
 
 
 class SentVersions:
@@ -59,12 +59,12 @@ class SentVersions:
         self._remote = remote
         self.version = version
         self.engine: WeightSink | None = None  # set later: making the engine needs this object
-        self._first = True
+        self._next_was_called = False
 
     async def next(self) -> int:
-        if not self._first:
-            self.version = await self._remote.wait_told(self.version + 1)
-        self._first = False
+        if self._next_was_called:
+            self.version = await self._remote.wait_sent_version(self.version + 1)
+        self._next_was_called = True
         assert self.engine is not None
         await self.engine.update_weights(self.version)
         return self.version

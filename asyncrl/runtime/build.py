@@ -33,12 +33,12 @@ from asyncrl.generation.requests import sampling_params
 from asyncrl.models.parameters.source import reward_model_name
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.book import GroupBook, GroupIds
-from asyncrl.pumps.follow import Follower
-from asyncrl.pumps.graph import Apart
+from asyncrl.pumps.follow import EngineVersion
+from asyncrl.pumps.graph import RoleParts
 from asyncrl.pumps.metrics import decode_part, encode_part
 from asyncrl.pumps.pipeline import Gather, Ports, gather_alone
 from asyncrl.pumps.screen import OVERLONG
-from asyncrl.pumps.siblings import Calls, LeadingTrainer
+from asyncrl.pumps.siblings import CallQueue, LeadingTrainer
 from asyncrl.pumps.travel import KIND, Arrivals, Departures
 from asyncrl.records.check import Limits
 from asyncrl.rewards.models import ModelRewards
@@ -62,19 +62,19 @@ async def open_ports(run: OpenRun) -> None:
     if dry != (engine_kind == "dry_run"):
         raise ConfigError(f"engine.kind={engine_kind} with train.kind={config.train.kind}: both are dry_run or none is")
     ledger = await stack.enter_async_context(run.ledger or make_ledger(run))
-    # Before the model, which may take minutes to load: a mistake ends the start at once.
+    # Before the model, which may take minutes to load, so that a mistake in the user's code ends the start at once.
     hooks = import_code(config, decided.environment, decided.hooks)
-    world, functions = run.world, _reward_functions(run)
+    world, pool = run.world, _reward_functions(run)
     if world.generates:
         run.stages.show(f"starting reward workers: {config.reward.workers}")
-        await stack.enter_async_context(functions)
-        check_rewards(config, functions)
+        await stack.enter_async_context(pool)
+        check_rewards(config, pool)
     trainer, engine, sinks = await (_open_dry(run) if dry else _open_real(run))
     gather = await _open_gather(run)
-    environment, reward = await _environment_and_rewards(run, functions, trainer, engine)
+    environment, reward = await _environment_and_rewards(run, pool, trainer, engine)
     store = stack.enter_context(Store(run.recorder))
-    replay, given = config.replay, flat_values(config.algorithm)
-    score_groups = _scores_groups(config, environment, functions)
+    replay, method_settings = config.replay, flat_values(config.algorithm)
+    score_groups = _scores_groups(config, environment, pool)
     run.ports = Ports(
         config=config,
         recorder=run.recorder,
@@ -85,13 +85,13 @@ async def open_ports(run: OpenRun) -> None:
         reward=reward,
         trainer=trainer,
         sinks=sinks,
-        loss=build_loss(config.algorithm.loss, **given),
-        reward_penalty=build_reward_penalty(**given),
-        advantage=build_advantage(config.algorithm.advantage, **given),
+        loss=build_loss(config.algorithm.loss, **method_settings),
+        reward_penalty=build_reward_penalty(**method_settings),
+        advantage=build_advantage(config.algorithm.advantage, **method_settings),
         book=GroupBook(ledger, store),
         ids=GroupIds(_first_group(run), world.world_size),
         scores=bool(decided.rewards or config.reward.scores),
-        calls_at_once=functions.calls_at_once(config.rollout.group_size if score_groups else 1),
+        calls_at_once=pool.calls_at_once(config.rollout.group_size if score_groups else 1),
         base=run.base,
         rank=world.rank,
         ranks=len(world.roles.leaders),
@@ -111,29 +111,29 @@ async def open_ports(run: OpenRun) -> None:
     )
     if isinstance(trainer, DryRunTrainer):
         trainer.meet_ranks = partial(gather, list[int]())
-    await _open_apart(run)
+    await _open_role_parts(run)
 
 
-def _scores_groups(config: Config, environment: Environment, functions: RewardPool) -> bool:
+def _scores_groups(config: Config, environment: Environment, pool: RewardPool) -> bool:
     """Whether one call of the reward functions scores all members of a group."""
-    whole = any(function.whole_group for function in functions.functions)
+    whole = any(function.whole_group for function in pool.functions)
     by_default = config.reward.batch == "auto" and (whole or isinstance(environment, SingleTurn))
     return config.rollout.keep_viable or by_default or config.reward.batch == "group"
 
 
 async def _environment_and_rewards(
-    run: OpenRun, functions: RewardPool, trainer: Trainer, engine: Engine
+    run: OpenRun, pool: RewardPool, trainer: Trainer, engine: Engine
 ) -> tuple[Environment, RewardPool | ModelRewards]:
-    """`functions` is open on a rank that generates. Errors: ConfigError."""
+    """`pool` is open on a rank that generates. Errors: ConfigError."""
     if not run.world.generates:
         absent = Absent(_configured_weights(run))
         return cast(Environment, absent), cast(ModelRewards, absent)
-    environment, reward = _environment(run, functions, trainer), _with_models(run, functions, trainer)
+    environment, reward = _environment(run, pool, trainer), _with_models(run, pool, trainer)
     if run.agents is not None:
         run.endpoint = await run.stack.enter_async_context(lazy_endpoint(run.config, run.agents, engine.generate))
-        if any(function.asks_policy for function in functions.functions):
-            # One key of the endpoint allows only 256 open requests.
-            functions.open_endpoint = cycle([run.endpoint.open_untrained() for _ in range(8)]).__next__
+        if any(function.asks_policy for function in pool.functions):
+            # One key of the endpoint allows only 256 open requests, so calls use eight keys in turn.
+            pool.open_endpoint = cycle([run.endpoint.open_untrained() for _ in range(8)]).__next__
     roles, expected = run.world.roles, _configured_weights(run)
     if not set(roles.train) <= set(roles.generate) and expected.keys() != reward.weights.keys():
         raise ConfigError(
@@ -143,27 +143,27 @@ async def _environment_and_rewards(
     return environment, reward
 
 
-async def _open_apart(run: OpenRun) -> None:
+async def _open_role_parts(run: OpenRun) -> None:
     """Open the parts that a rank needs if ranks have different roles."""
     if not run.world.roles.differ:
         return
     ports, world, epoch = run.ports, run.world, run.world.restart
-    run.apart = Apart(run.dispatch, run.remote, run.follower)
+    run.role_parts = RoleParts(run.dispatch, run.remote, run.engine_version)
     if world.generates:
-        run.apart.departures = Departures(ports, run.connections.to, epoch)
-        ports.depart = run.apart.departures.put
-        run.stack.callback(run.apart.departures.discard)
-    first, *others = world.roles.siblings(world.rank) or (None,)
+        run.role_parts.departures = Departures(ports, run.connections.to, epoch)
+        ports.depart = run.role_parts.departures.put
+        run.stack.callback(run.role_parts.departures.discard)
+    leader, *others = world.roles.siblings(world.rank) or (None,)
     if world.leads:
-        run.apart.arrivals = Arrivals(ports, epoch)
+        run.role_parts.arrivals = Arrivals(ports, epoch)
         server = await run.connections.serve()
-        server.on(KIND, run.apart.arrivals.take)
+        server.on(KIND, run.role_parts.arrivals.take)
         await run.connections.announce(server)
         if others:
-            run.apart.leading = LeadingTrainer(ports, server, [f"rank {rank}" for rank in others])
-            ports.trainer, ports.round = run.apart.leading, ports.round and run.apart.leading.round
-    elif first is not None:
-        run.apart.calls = Calls(await run.connections.to(first), f"rank {first}")
+            run.role_parts.leading = LeadingTrainer(ports, server, [f"rank {rank}" for rank in others])
+            ports.trainer, ports.round = run.role_parts.leading, ports.round and run.role_parts.leading.round
+    elif leader is not None:
+        run.role_parts.calls = CallQueue(await run.connections.to(leader), f"rank {leader}")
     if (siblings := world.siblings) is not None:
         # Waits for all siblings: the leader sends calls only to connected siblings.
         await run.lanes[0].run(lambda: siblings.all_gather_bytes(b""), name="start/siblings")
@@ -172,14 +172,14 @@ async def _open_apart(run: OpenRun) -> None:
 def _first_group(run: OpenRun) -> int:
     """The first id for groups that a program or a door submits. Ids below EMBEDDED_GROUPS belong to prompts of the run's data."""
     rank = run.world.rank
-    # Nobody submits groups to a run with different roles.
+    # Nobody submits groups to a run whose ranks have different roles.
     if run.saved is None or run.world.roles.differ:
         return EMBEDDED_GROUPS + rank
     return run.saved.next_group(rank)
 
 
 def make_ledger(run: OpenRun) -> Any:
-    """The ledger of this rank, not open yet. If there is a `run.line`, it must not be open yet on rank 0."""
+    """The ledger of this rank, not open yet. On rank 0 `run.line`, if set, must not be open yet either."""
     config, world, rollout = run.config, run.world, run.config.rollout
     turn = run.saved.turn if run.saved else 0
     bounds = (rollout.groups_per_step, turns_bound(config), rollout.late, turn)
@@ -189,7 +189,7 @@ def make_ledger(run: OpenRun) -> Any:
     # Groups of a program or a door may all arrive at one rank. So ranks have fixed shares of a step only with prompts.
     shares_per_rank = config.preset == "sync" and has_prompts and not world.roles.differ
     trainers = world.roles.leaders if world.roles.differ else ()
-    # A rank replays groups that it has trained, so a rerun needs the same groups on each rank.
+    # A rank replays groups that it has trained. So the id of a group chooses its training rank, for a rerun with the same groups.
     by_id = config.preset == "sync" and config.replay.size > 0
     books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, shares_per_rank, trainers, by_id)
     books.set_generating(world.roles.generate)
@@ -197,7 +197,7 @@ def make_ledger(run: OpenRun) -> Any:
 
 
 async def _open_gather(run: OpenRun) -> Gather:
-    """The `Gather` of the ranks that build steps. On the trainer's lane, so that all ranks run their collectives in one order."""
+    """The `Gather` of the ranks that build steps. Uses the trainer's lane, so that all ranks run their collectives in one order."""
     world, lane = run.world, run.lanes[0]
     if not world.leads or len(world.roles.leaders) == 1:
         return gather_alone
@@ -216,7 +216,7 @@ async def _open_gather(run: OpenRun) -> Gather:
 
 def _limits(run: OpenRun) -> Limits:
     policy, config = run.policy, run.config
-    # A trajectory is not split over microbatches. A larger trajectory needs more memory than was predicted.
+    # A trajectory is not split over microbatches, so a longer trajectory would need more memory than was predicted.
     whole = max(row_limit(config), config.train.tokens_per_microbatch)
     if (model := run.model_description) is not None:
         return Limits(whole=whole, vocabulary=model["vocabulary"], routes=model["routes"] and tuple(model["routes"]))
@@ -236,14 +236,14 @@ def _reward_functions(run: OpenRun) -> RewardPool:
     return pool
 
 
-def _with_models(run: OpenRun, functions: RewardPool, trainer: Trainer) -> RewardPool | ModelRewards:
+def _with_models(run: OpenRun, pool: RewardPool, trainer: Trainer) -> RewardPool | ModelRewards:
     """The reward functions together with the reward models. Errors: ConfigError if two of them have the same name."""
     reward, last = run.config.reward, last_version(run.config, run.base, run.decided.row_count)
-    functions.progress = lambda: {"global_step": trainer.version, "max_steps": last}
+    pool.progress = lambda: {"global_step": trainer.version, "max_steps": last}
     if not run.reward_models:
-        return functions
+        return pool
     models = [(model, each.weight) for model, each in zip(run.reward_models, reward.model, strict=True)]
-    return ModelRewards(functions, models, run.lanes[0], reward.on_error, run.recorder)
+    return ModelRewards(pool, models, run.lanes[0], reward.on_error, run.recorder)
 
 
 def _reward_weights(run: OpenRun, reward: RewardPool | ModelRewards) -> dict[str, float]:
@@ -268,17 +268,17 @@ def _configured_weights(run: OpenRun) -> dict[str, float]:
 
 
 def _name(function: Any) -> str:
-    """The name that reward workers give to a function, if its address ends with that name."""
+    """The name of a function, or the end of its address. Reward workers use the name, which may differ from the address."""
     if isinstance(function, str):
         return function.replace(":", ".").rpartition(".")[2]
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _environment(run: OpenRun, functions: RewardPool, trainer: Trainer) -> Environment:
+def _environment(run: OpenRun, pool: RewardPool, trainer: Trainer) -> Environment:
     config, tokenizer = run.config, run.tokenizer
     chosen, arguments = config.reward.text.model_dump(), config.data.chat_template_kwargs
     text = CompletionText(tokenizer, **chosen, arguments=arguments, recorder=run.recorder)
-    functions.generation_prompt = text.generation_prompt
+    pool.generation_prompt = text.generation_prompt
     sampling, rollout = sampling_params(config.rollout, tokenizer), config.rollout
     toolbox = Toolbox(rollout.tool_timeout_s, rollout.tool_max_chars, run.recorder)
     run.stack.callback(toolbox.close)
@@ -294,9 +294,9 @@ def _environment(run: OpenRun, functions: RewardPool, trainer: Trainer) -> Envir
         column=config.data.prompt_column,
         end_session=lambda session: run.ports.engine.end_session(session),
     )
-    given: Any = run.decided.environment
-    if given is not None:
-        return AgentEnvironment(run.agents, given) if is_episode(given) else given
+    passed: Any = run.decided.environment
+    if passed is not None:
+        return AgentEnvironment(run.agents, passed) if is_episode(passed) else passed
     return load_environment(
         rollout.environment,
         tokenizer=tokenizer,
@@ -318,8 +318,7 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     config, costs, world = run.config, run.config.dry_run, run.world
     version = run.saved.version if run.saved else world.joined.version if world.joined else 0
     train_lane = await run.stack.enter_async_context(SimulatedLane("device", run.recorder))
-    run.lanes, run.tokenizer = (train_lane,), ChatBytes()
-    engine_lane = train_lane
+    run.lanes, run.tokenizer, engine_lane = (train_lane,), ChatBytes(), train_lane
     if not costs.shared_device and world.trains and world.generates:
         engine_lane = await run.stack.enter_async_context(SimulatedLane("generation", run.recorder))
         run.lanes = (train_lane, engine_lane)
@@ -330,13 +329,14 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     if not world.generates:
         return trainer, Absent(), sinks
     assert config.engine.max_sequences is not None
-    weights: OwnWeights | SentVersions | None = OwnWeights(version) if config.rollout.weight_sync_interval > 1 else None
+    is_behind = config.rollout.weight_sync_interval > 1
+    weights: PublishedVersion | SentVersions | None = PublishedVersion(version) if is_behind else None
     if not world.trains:
         assert run.remote is not None
         weights = SentVersions(run.remote, version)
-        run.follower = Follower(weights)
+        run.engine_version = EngineVersion(weights)
         # On a rank without a trainer only `trainer.version` is read.
-        trainer = cast(Trainer, run.follower)
+        trainer = cast(Trainer, run.engine_version)
     engine = DryRunEngine(
         engine_lane,
         run.recorder,
@@ -378,7 +378,7 @@ class ByteTokenizer:
 
 
 class ChatBytes(ByteTokenizer):
-    """A ByteTokenizer with a chat template, which reads the first letter of a role and the content: prompts stay short."""
+    """A ByteTokenizer with a chat template, which writes only the first letter of a role, so that prompts stay short."""
 
     chat_template = "role[0] content"
 
@@ -388,8 +388,8 @@ class ChatBytes(ByteTokenizer):
         return text + ending + ("a" if add_generation_prompt else "")
 
 
-class OwnWeights:
-    """The `WeightSink` of a dry run whose engine samples from the published version, not from the trainer's newest."""
+class PublishedVersion:
+    """The `WeightSink` of a dry run whose engine samples from the published version, not from the trainer's newest version."""
 
     def __init__(self, version: int) -> None:
         self.version = version

@@ -17,7 +17,7 @@ KNOWN = {
     "H200": (141, (9, 0)), "L4": (24, (8, 9)), "L40S": (48, (8, 9)), "RTX4090": (24, (8, 9)), "T4": (16, (7, 5)),
     "V100": (32, (7, 0)),
 }  # fmt: skip
-# The driver and the CUDA context take the rest.
+# The part of a GPU's memory that tensors can use: the driver and the CUDA context take the rest.
 _USABLE = 0.97
 
 
@@ -80,7 +80,7 @@ class AssumedCards(Cards):
         if config.train.kind != "torch" or config.model.device not in ("auto", "cuda"):
             raise ConfigError(
                 f"--assume-devices is given, and train.kind is {config.train.kind} on model.device {config.model.device}, which "
-                "takes no GPU of its own for each rank; leave --assume-devices out, or set train.kind=torch model.device=auto"
+                "gives no GPU to a rank; leave --assume-devices out, or set train.kind=torch model.device=auto"
             )
         taken = {name for name in config.generation.devices if name.startswith("cuda:")}
         if len(taken) >= self.per_node:

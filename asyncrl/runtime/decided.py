@@ -6,7 +6,7 @@
     CPU with AVX512-BF16 or AMX            bfloat16
     other devices                          float32
 
-The table comes from measured CPU times of bfloat16, divided by the time of float32. Training of SmolLM2-135M: 0.56 with
+The table follows from measured CPU times of bfloat16, divided by the times of float32. Training of SmolLM2-135M: 0.56 with
 AVX512-BF16, 2.3 with AVX-512 alone, 17 with AVX2. Decoding of 32 sequences: 0.59, 2.2 and 2.6.
 
 A start measures nothing and uses only the table, so every start on a machine makes the same choice. A resumed
@@ -123,8 +123,8 @@ async def decide(
 def choose_dtype(
     config: Config, local_rank: int = 0, ranks: int = 1, cards: Cards | None = None
 ) -> tuple[Config, torch.device, tuple[str, ...]]:
-    """Call before `resolve`. `ranks`: the number of ranks on this machine. `cards`: its GPUs by default. Blocks for milliseconds.
-    Returns (the configuration with `model.dtype` and `data.date` filled in, the device, sentences for the terminal).
+    """Call before `resolve`. `ranks`: the number of ranks on this machine. `cards`: None: the GPUs that torch sees. Blocks for
+    milliseconds. Returns (the configuration with `model.dtype` and `data.date` filled in, the device, sentences for the terminal).
     Errors: ConfigError for a device that this machine does not have."""
     if config.train.kind != "torch":
         return config, torch.device("cpu"), ()
@@ -171,7 +171,7 @@ def choose_device(name: str, local_rank: int, ranks: int = 1, cards: Cards | Non
         if device.index >= count:
             raise ConfigError(f"model.device is {name}, and torch sees {count} GPU(s) here: cuda:0 to cuda:{count - 1}")
         return device
-    # A launcher may show each rank a single GPU. If ranks share this GPU, NCCL refuses the run and names them.
+    # A launcher may show each rank a single GPU. If ranks share this GPU, NCCL refuses the run and names the ranks.
     if count == 1:
         return torch.device("cuda", 0)
     if count < ranks:
@@ -199,13 +199,13 @@ def chosen_settings(config: Config) -> dict[str, str]:
     return {name: str(get(config, name)) for name in names}
 
 
-def check_chosen(config: Config, first: dict[str, str], rank: int) -> None:
-    """Errors: ConfigError if automatic settings of this rank are not those of rank 0 (`first`)."""
+def check_chosen(config: Config, of_rank_0: dict[str, str], rank: int) -> None:
+    """Errors: ConfigError if automatic settings of this rank (number `rank`) are not those of rank 0."""
     for name, value in chosen_settings(config).items():
-        if first[name] != value:
+        if of_rank_0[name] != value:
             raise ConfigError(
-                f"{name} was chosen for the device: {first[name]} on the machine of rank 0 and {value} on the machine of rank "
-                f"{rank}; set {name} to {first[name]} or {value}"
+                f"{name} was chosen for the device: {of_rank_0[name]} on the machine of rank 0 and {value} on the machine of rank "
+                f"{rank}; set {name} to {of_rank_0[name]} or {value}"
             )
 
 

@@ -3,7 +3,7 @@
 runs/<name>/
   config.yaml          the resolved configuration
   .lock                while a run is alive: its process (lock.py)
-  job.json             the job and the number of its start, so that `resume: auto` recognises a restart of the same job
+  job.json             the launcher's job and the number of its start, so that `resume: auto` recognises a restart of the same job
   metrics.jsonl        one line per policy version
   rollouts/step_N.jsonl, rollouts/rank_R/step_N.jsonl
   trace.json           opens in Perfetto
@@ -14,8 +14,8 @@ runs/<name>/
   checkpoints/step_N/  Hugging Face format, with the trainer's state in `state/`; `checkpoints/latest` links to the newest
 runs/<name>.<when>/    an old run that `run.overwrite` moved aside; the newest two are kept
 
-Guarantee: a file that no run of this name wrote is not overwritten, except plan.txt. `run.overwrite` removes no old run with such a
-file beside the run's own files. If `runs/<name>` is a link, the link is kept, and an old run moves beside the link's target.
+Guarantee: a file that no run of this name wrote is not overwritten, except plan.txt. `run.overwrite` removes no old run whose
+directory has such a file. If `runs/<name>` is a link, the link is kept, and an old run moves beside the link's target.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RunDirectory:
         self.spare_descriptors = Reserve()
         # A sentence if this start is a launcher's restart of the same job.
         self.restart: str | None = None
-        # Whether the run resumes from a checkpoint. If there are several ranks, the first rank decides (meeting.py).
+        # Whether the run resumes from a checkpoint. If there are several ranks, rank 0 decides (meeting.py).
         self.resumes = config.resume is True
         restart = restart_phrase(next(each_row(self.path / "job.json"), {}), this_start())
         if config.resume == "auto" and restart is not None:
@@ -83,8 +83,8 @@ class RunDirectory:
                 f"{restart}: the run in {self.path} goes on from {start}; run.overwrite applies to first starts only"
             )
 
-    def open(self, config: Config, *, leader: bool = True) -> list[str]:
-        """Lock and prepare the directory. Only rank 0 (`leader`) locks and writes. Blocks.
+    def open(self, config: Config, *, is_first: bool = True) -> list[str]:
+        """Lock and prepare the directory. Only rank 0 (`is_first`) locks and writes. Blocks.
         Returns sentences for the terminal: settings that a resume changes, and the new place of an old run.
         ConfigError: another run is alive in the directory; the directory holds a run and neither `resume` nor `run.overwrite` is
         set; there is nothing to resume from; the directory cannot be made or written."""
@@ -93,7 +93,7 @@ class RunDirectory:
                 raise ConfigError(f"resume=true: {self.path} holds no run (no config.yaml); check run.dir and run.name")
             self.spare_descriptors.keep()
             # The other ranks check nothing else: rank 0 may be writing the files at this moment.
-            return self._open(config) if leader else []
+            return self._open(config) if is_first else []
         except OSError as error:
             raise ConfigError(unusable_message(self.path, error)) from error
 
@@ -174,7 +174,7 @@ class RunDirectory:
         Errors: ConfigError if the directory holds a run of another name, or a directory that the run did not make."""
         if (old_name := _name_in(self.config_file)) != name:
             raise ConfigError(
-                f"{self.path} holds the run {old_name!r}, not {name!r}: run.overwrite does not move it; do that yourself"
+                f"{self.path} holds the run {old_name!r}, not {name!r}: run.overwrite does not move it; move it yourself"
             )
         if foreign := _foreign_paths(self.real, files=False):
             raise ConfigError(
@@ -200,7 +200,7 @@ class RunDirectory:
         return lines
 
     def _moved_aside(self) -> list[Path]:
-        """The directories that `_move_aside` renamed, oldest first. MARK excludes directories that a person named so."""
+        """The directories that `_move_aside` renamed, oldest first. MARK excludes a directory that a person gave such a name."""
         pattern = re.compile(re.escape(self.real.name) + r"\.(\d{8}-\d{6})(?:-(\d+))?")
         ages: dict[Path, tuple[str, int]] = {}
         for path in self.real.parent.iterdir():
@@ -211,7 +211,7 @@ class RunDirectory:
 
 
 def _foreign_paths(run: Path, *, files: bool) -> str:
-    """Names of what the run did not make in `run`: directories of people, other runs, links, and with `files` also files."""
+    """Names of the entries of `run` that no run made: directories, other runs, links, and with `files` also files."""
 
     def is_foreign(path: Path) -> bool:
         own = FOLDERS if path.is_dir() else FILES

@@ -32,7 +32,7 @@ from asyncrl.config.resolve import row_limit, staleness_bound
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, DataError, RecordError
-from asyncrl.pumps.gathering import DoorStatistics, Gathering
+from asyncrl.pumps.gathering import DoorGroups, DoorStatistics
 from asyncrl.records.check import Limits, check_json
 from asyncrl.records.layout import Section
 from asyncrl.records.trajectories import group_metadata, trajectories_of
@@ -65,7 +65,7 @@ class _Door:
         self._limits = limits_of(runtime)
         self._max_age = staleness_bound(runtime.config)
         self._intake = runtime.intake
-        self._gathering = Gathering(
+        self._gathering = DoorGroups(
             self._intake, runtime.config.door, runtime.tokenizer.decode, runtime.recorder, runtime.note, statistics
         )
         self.scope = anyio.CancelScope()
@@ -135,7 +135,7 @@ def local_rings(config: Config, world: World) -> list[str]:
 
 
 def ring_of(config: Config) -> RecordRing:
-    """The ring of this rank with the sizes of `door.*`. It is not open yet: use `async with`. Errors: ConfigError."""
+    """The ring of this rank with the sizes of `door.*`, not open yet: use `async with`. Errors: ConfigError."""
     door = config.door
     sizes = RingSettings(size=door.ring_mib << 20, slots=door.producer_records, ring_bytes=door.producer_mib << 20)
     return RecordRing(ring_name(config, World.from_env().rank), sizes)

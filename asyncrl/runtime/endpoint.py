@@ -1,4 +1,4 @@
-"""Opens the endpoint of a run (`policy.base_url`) when an episode first asks for it."""
+"""Opens the endpoint of a run (`policy.base_url`) at its first use."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class LazyEndpoint:
-    """The endpoint of a run, which does not exist until `open` or `open_untrained`."""
+    """The endpoint of a run, which does not exist until `open` or `open_untrained` is called."""
 
     def __init__(self, config: Config, agents: Agents, generate: Generate) -> None:
         self._config, self._agents, self._generate = config, agents, generate
         self._endpoint: Endpoint | None = None
         self._untrained_sessions = 0
-        self._wanted = anyio.Event()
+        self._listening = anyio.Event()
 
     def open(self, session: Session, branch: str) -> tuple[str, str]:
         """(base URL, key) for an episode. Errors: ConfigError without the extra, or if the endpoint cannot listen."""
         return self._start_serving(self._get_or_create().open(session, branch))
 
     def open_untrained(self) -> tuple[str, str]:
-        """(base URL, key) for requests of no episode, which are not trained."""
+        """(base URL, key) for requests that belong to no episode and are not trained."""
         return self._start_serving(self._get_or_create().open_untrained())
 
     def end(self, session: Session) -> None:
@@ -44,7 +44,7 @@ class LazyEndpoint:
 
     async def serve(self) -> None:
         """Answers requests once there is an endpoint."""
-        await self._wanted.wait()
+        await self._listening.wait()
         assert self._endpoint is not None
         await self._endpoint.serve()
 
@@ -64,8 +64,8 @@ class LazyEndpoint:
         )
 
     def _start_serving(self, address: tuple[str, str]) -> tuple[str, str]:
-        # Called after the endpoint listens. An error of listening then fails only the call of `open`, not the run.
-        self._wanted.set()
+        # Called after the endpoint listens. So an error of listening fails only the call of `open`, not the run.
+        self._listening.set()
         return address
 
     def _get_or_create(self) -> Endpoint:
@@ -86,7 +86,7 @@ class LazyEndpoint:
 
 @asynccontextmanager
 async def lazy_endpoint(config: Config, agents: Agents, generate: Generate) -> AsyncIterator[LazyEndpoint]:
-    """Lets `agents` open the endpoint. It closes when the context ends."""
+    """Lets `agents` open the endpoint. The endpoint closes when the context ends."""
     endpoint = LazyEndpoint(config, agents, generate)
     agents.open_endpoint, agents.end_endpoint = endpoint.open, endpoint.end
     async with plain_task_group() as tasks:

@@ -48,7 +48,7 @@ class Result:
 
     @property
     def agrees(self) -> bool:
-        """Whether log-probs and gradients agree with the eager model within the bounds."""
+        """Whether the path agrees with the eager model within the bounds."""
         return self.distance is not None and self.distance.agrees
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ def check_model(
     `module`: as loaded. If it is on the meta device, the probe has random weights. `dtype`: the run's dtype; the
     plain path must also run in this dtype. `longest`: tokens of the run's longest row; None: all rows are within
     the original context. `sharded`: the layers are sharded over the ranks, so the packed path must agree and the plain path is
-    excluded. `show`: is called with a sentence before each comparison.
+    excluded. `paths`: in the order of the comparison. `show`: is called with a sentence before each comparison.
     Errors: ConfigError if no small copy of the model can be built, or the model itself fails.
     """
     started = time.perf_counter()

@@ -52,11 +52,11 @@ from asyncrl.types import (
 _GROUPS = ((7, (13, 9, 4)), (2, (26,)))
 _SHARED = 4
 # (prompt, completion, whether the prompt is the previous request's). A matrix product of a new size is compiled, which takes longer
-# than its computation. So every prefill is full: 16 + 8 tokens before the new version, because a prompt's last token is decoded,
+# than its computation. So every prefill has 12 tokens: 16 + 8 before the new version, because a prompt's last token is decoded,
 # and 16 + 8 + 3 x 4 after the new version. Two of the three rows end at the same step.
 _REQUESTS = ((17, 5, False), (17, 6, True), (9, 5, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
-# For the plain path, where all rows share a cache and the first row ends before the others.
+# For the plain path: both prompts of 17 tokens in one prefill, so that their rows share a cache and end at different steps.
 _PLAIN_PREFILL = 64
 _NEW_VERSION = 4  # decode steps before the new version
 _LONGEST = 40  # tokens of a row
@@ -84,7 +84,7 @@ class Distance:
 
 
 class Trial:
-    """The eager side, computed once, and the comparison of a path with it."""
+    """The eager side, computed once, and its comparison with a path."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Trial:
         checkpointing: bool = False,
         dtype: str = "float32",
     ) -> None:
-        """`probe`, `long_rows`: of models/probe.py. `lora`, `checkpointing`, `dtype`: the run's settings."""
+        """`probe`, `long_rows`: as in models/probe.py. `lora`, `checkpointing`, `dtype`: the run's settings."""
         self.probe = probe
         self._untouched = copy_module(probe)  # some models keep state of a forward
         self._lora = lora
@@ -112,11 +112,11 @@ class Trial:
         self._longest = min([_LONGEST, *(limit for limit in limits if limit is not None)])
         self._vocabulary = int(text.vocab_size)
         # Tokens repeat, so a layer that chooses keys has to choose among equal keys.
-        self._open_tokens = self._tokens(6)[self._random.integers(0, 6, self._longest)]
+        self._test_row = self._tokens(6)[self._random.integers(0, 6, self._longest)]
         with torch.no_grad():
-            self._open_logits_LV = self._logits([self._open_tokens])[0]
-        # A higher temperature softens the distribution. At 1 rounding and the choice of a token could hide every other difference.
-        self.temperature = max(1.0, round(float(self._open_logits_LV.std(-1).mean()) / 2, 1))
+            self._test_logits_LV = self._logits([self._test_row])[0]
+        # Softens the distribution. At temperature 1 rounding and the choice of a token could hide every other difference.
+        self.temperature = max(1.0, round(float(self._test_logits_LV.std(-1).mean()) / 2, 1))
         self.rows = self._make_rows()
         self.batch: Microbatch = pack_groups(self.rows, 1 << 20)[0]
         self._weight_S = torch.from_numpy(self._random.standard_normal(self.batch.scored)).float()
@@ -177,8 +177,8 @@ class Trial:
     @torch.no_grad()
     def check_causal(self) -> None:
         """Errors: ConfigError if later tokens change the log-probs of earlier ones, which no sampler can reproduce."""
-        tokens, length = self._open_tokens, self._open_tokens.size
-        whole = self._logprobs(tokens, 1, self._open_logits_LV)
+        tokens, length = self._test_row, self._test_row.size
+        whole = self._logprobs(tokens, 1, self._test_logits_LV)
         for part in (length // 4, length - 3):
             logits_LV = self._logits([tokens[:part]])[0]
             distance = _largest(self._logprobs(tokens[:part], 1, logits_LV) - whole[: part - 1])
@@ -193,7 +193,7 @@ class Trial:
         return not self._long_rows or hold_frequencies(copy_module(self._untouched), self._longest)
 
     def run(self, path: ModelPath, *, sampler: bool = True) -> Distance:
-        """Errors: ConfigError if the path refuses the model; any error of the model on the path."""
+        """How far the path is from the eager model. Errors: ConfigError if the path refuses the model; any error of the model."""
         distance = self._run(path, "float32", sampler)
         if path.name == "plain" and self._dtype != "float32" and distance.agrees:
             # Some classes fail in another dtype. Without this trial they would fail in the middle of a run.

@@ -54,7 +54,7 @@ from .directory import RunDirectory
 if TYPE_CHECKING:
     from asyncrl.distributed.world import World  # imports torch
 
-_COLUMN_ROWS = 20  # rows of a JSONL file may differ
+_COLUMN_ROWS = 20  # more than 1: rows of a JSONL file may differ
 _CHECKED_ROWS = 20_000  # takes a fraction of a second
 # Source of prompts -> its rows; source -> names of the columns. The run uses these rows, so that no source is read twice.
 _rows: dict[str, PromptRows] = {}
@@ -330,7 +330,7 @@ class PromptLengths:
 
 
 def measure_prompts(config: Config, passed: PromptRows | None = None, own_environment: bool = False) -> PromptLengths:
-    """Measure the run's prompts with its tokenizer. If the prompts cannot be listed, the result is `data.max_prompt_tokens`.
+    """Measure the run's prompts with its tokenizer. If the prompts cannot be listed, the result is what the settings allow.
     `passed`: rows that the program passed instead of `data.train`. `own_environment`: the program passes an environment. If only
     a sample is measured, a longer prompt may come; it waits for room in the cache. Errors: DataError, ConfigError."""
     limit = row_limit(config) - config.rollout.max_tokens
@@ -404,7 +404,7 @@ def load_prompts(
     # If roles differ, rank 0 has the only cursor, and the ranks that generate make the prompts that rank 0 names.
     needed = world.generates or world.is_first
     agents = _has_agents(config, own_environment)
-    prompts = None if rows is None or not needed else _source(rows, config, tokenizer, world, agents)
+    prompts = None if rows is None or not needed else _training_prompts(rows, config, tokenizer, world, agents)
     held_out: list[Prompt] = []
     notes = [] if prompts is None else prompts.notes()
     if config.data.eval is not None and config.evaluate.every is not None:
@@ -418,7 +418,7 @@ def load_prompts(
     return prompts, held_out, list(dict.fromkeys(notes))
 
 
-def _source(rows: PromptRows, config: Config, tokenizer: Any, world: World, agents: bool) -> PromptSource:
+def _training_prompts(rows: PromptRows, config: Config, tokenizer: Any, world: World, agents: bool) -> PromptSource:
     one_cursor = world.roles.differ
     prompts = PromptSource(
         rows,

@@ -47,7 +47,7 @@ _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", 
 
 
 class Journal:
-    """Used as `async with Journal(...) as journal: await journal.open()`. `live` may be used before `open`.
+    """Used as `async with Journal(...) as journal: await journal.open(decode)`. `live` may be used before `open`.
     All methods are called on the loop's thread. Files are opened, written and rendered on other threads."""
 
     def __init__(
@@ -246,7 +246,7 @@ class Journal:
             await offload(write, "rollouts")
 
     async def hold(self, version: int, extra: Mapping[str, float]) -> None:
-        """Like `write`, but the line of a step that is not written yet is left to `write_pending`."""
+        """Like `write`, but a step's line that is not written yet is written by `write_pending`, at the end."""
         if version not in self._pending:
             return await self.write(version, extra)
         self._pending[version][1].update(extra)

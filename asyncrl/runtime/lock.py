@@ -58,7 +58,7 @@ class DirectoryLock:
                     except OSError as error:
                         if error.errno not in _UNSUPPORTED:
                             raise
-                        # The file is last. Its lock is enough to refuse a second run.
+                        # The file is locked last. Its lock is enough to refuse a second run.
                         warning = f"{self._directory} cannot be locked ({error.strerror}): start no second run there; "
                         warning += "the first run would end"
             _held.add(self)
@@ -71,13 +71,13 @@ class DirectoryLock:
         return warning
 
     def find_loss(self) -> str | None:
-        """None while the directory is this run's. Otherwise what happened. Works without a free descriptor, too."""
+        """None while the directory is this run's; else what happened to the directory. Works without a free descriptor, too."""
         if not self._descriptors or (self._names_open_files() and self._is_unchanged()):
             return None
         current = self._directory.stat() if self._directory.exists() else None
         if current is None or not os.path.samestat(os.fstat(self._descriptors[0]), current):
             return "it was moved or removed"
-        # Another run would have made a file of its own.
+        # Another run would have made a new `.lock`.
         return f"another run writes there ({self._holder()})" if self.path.exists() else None
 
     def release(self) -> None:

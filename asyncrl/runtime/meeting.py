@@ -22,14 +22,14 @@ from asyncrl.weights.orders import ServedOrders
 
 from .build import make_ledger
 from .decided import check_chosen, chosen_settings
-from .opened import ENDED, REWARD_MODELS, OpenRun
+from .opened import END_REASON, REWARD_MODELS, OpenRun
 from .positions import Positions
 from .saving import SavedRun
 
 # The kind of the first message of a rank.
 _MEET = "meet"
 # How long a rank waits until the other ranks have left. torchrun kills a rank 30 s after it has asked the rank to end.
-_AT_THE_END_S, _AFTER_AN_ERROR_S = 30.0, 5.0
+_LEAVE_S, _LEAVE_AFTER_ERROR_S = 30.0, 5.0
 
 
 async def meet_ranks(run: OpenRun) -> None:
@@ -55,14 +55,14 @@ async def meet_ranks(run: OpenRun) -> None:
         if run.remote is not None:
             await run.remote.arrive()
         elif run.dispatch is not None:
-            await run.dispatch.wait_here([f"rank {rank}" for rank in range(1, world.world_size)])
+            await run.dispatch.wait_connected([f"rank {rank}" for rank in range(1, world.world_size)])
 
 
 async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
     """Errors: RankLost if another rank did not leave and this rank did not fail: else torchrun would wait for that rank forever."""
     world, line, missing = run.world, run.line, list[str]()
     failed = kind is not None or not world.is_open
-    timeout_s = _AFTER_AN_ERROR_S if failed else _AT_THE_END_S
+    timeout_s = _LEAVE_AFTER_ERROR_S if failed else _LEAVE_S
     try:
         # In a thread: leaving may wait for collectives.
         await offload(lambda: world.close(failed=failed), "farewell")
@@ -81,14 +81,14 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
             await line.aclose()
     if missing and not failed:
         raise RankLost(
-            f"{' and '.join(missing)} did not end within {_AT_THE_END_S:g} s of rank 0: a process hangs, or a machine is lost. "
+            f"{' and '.join(missing)} did not end within {_LEAVE_S:g} s of rank 0: a process hangs, or a machine is lost. "
             "This rank has written all its files; see the output of the other rank"
         )
 
 
 def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, RankLost | None], None], Handler]:
-    """Handlers for the line: on ranks other than 0 if rank 0 is lost, on rank 0 if another rank has ended, and on each rank if
-    another rank sends the reason why it ends."""
+    """Three handlers for the line: rank 0 is lost (on other ranks); another rank has ended (on rank 0); another rank sends the
+    reason why it ends (on each rank)."""
     world = run.world
 
     def lose(lost: RankLost) -> None:
@@ -116,7 +116,7 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
             # may be another rank, so the set of the peer is not named.
             lose(reported)
 
-    async def on_ending(peer: str, ended: Any, buffers: Any) -> None:
+    async def on_end_reason(peer: str, ended: Any, buffers: Any) -> None:
         lost = RankLost(ended["reason"], ended["stopped_by"])
         if ended["stalled"]:
             run.describe_waits()
@@ -136,21 +136,20 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
         else:
             lose(lost)
 
-    return lose, on_end, on_ending
+    return lose, on_end, on_end_reason
 
 
 async def _open_line(run: OpenRun) -> None:
     """Open the line between rank 0 and the other ranks. A lost rank ends the run, unless the rank only generates."""
     world, silence_s = run.world, run.config.watchdog.loop_timeout_s
-    lose, on_end, on_ending = _on_lost(run)
+    lose, on_end, on_end_reason = _on_lost(run)
 
     async def meet(peer: str, header: Any, buffers: Any) -> Any:
         return [chosen_settings(run.config), run.saved is not None, run.decided.row_count], ()
 
-    # The other ranks may send as soon as they are connected, so all handlers are registered before.
     if world.is_first:
         run.line = server = LineServer(world.secret, silence_s=silence_s)
-        server.on(ENDED, on_ending)
+        server.on(END_REASON, on_end_reason)
         server.on(_MEET, meet)
         server.on_end = on_end
         run.ledger = make_ledger(run)
@@ -159,7 +158,7 @@ async def _open_line(run: OpenRun) -> None:
         await _listen(run, server)
     else:
         run.line = client = await offload(lambda: world.join_line(silence_s), "rendezvous", abandon=True)
-        client.on(ENDED, on_ending)
+        client.on(END_REASON, on_end_reason)
         client.on_end = lose
         await client.__aenter__()
         await _agree(run, client)
@@ -215,8 +214,8 @@ async def _first_rewards(run: OpenRun, peer: str, header: Any, buffers: Any) -> 
 async def _agree(run: OpenRun, line: LineClient) -> None:
     """Compare automatic settings and the number of prompts with rank 0, and resume if rank 0 does: rank 0 may write files before
     another rank has searched. Errors: ConfigError, DataError."""
-    (first, resumes, rows), _ = await line.ask(_MEET)
-    check_chosen(run.config, first, run.world.rank)
+    (settings, resumes, rows), _ = await line.ask(_MEET)
+    check_chosen(run.config, settings, run.world.rank)
     if run.decided.row_count != rows:
         raise DataError(
             f"data.train has {rows} rows on rank 0 and {run.decided.row_count} on rank {run.world.rank}, so a row would be trained "
@@ -246,7 +245,7 @@ def _open_roles(run: OpenRun, server: LineServer) -> None:
 
 
 def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
-    """On rank 0: the run goes on without a rank that only generates, or ends if no rank is left that could generate."""
+    """On rank 0: go on without a rank that only generates, or end the run if no rank can generate now or later."""
     if peer.startswith(JOINING):
         assert isinstance(run.line, LineServer)
         return run.line.forget(peer)

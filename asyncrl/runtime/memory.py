@@ -1,4 +1,4 @@
-"""Forecasts the memory of each device by one formula for all models, warns if too little is free, and chooses settings by it.
+"""Forecasts the memory of each device by one formula for all models, warns if too little is free, and chooses settings.
 
 Weights follow from the number of parameters, and a microbatch from the output widths of the model's modules. The factors were
 fitted to measured peaks, and the forecast is within 25 % of each of those peaks (tools/results/memory.md, context.md). Every row is
@@ -39,8 +39,8 @@ from .placement import Placement, place
 
 # Bytes of a parameter that `replicate` keeps on each rank with bfloat16: master, gradient, two moments, working copy.
 _STATE = 18
-_MOST_STATE = 0.7  # of a GPU's memory; with more state the run uses fsdp
-_MOST_USED = 0.85  # of a device's memory: the prediction is rough
+_MAX_STATE = 0.7  # of a GPU's memory; with more state the run uses fsdp
+_MAX_USED = 0.85  # of a device's memory: the prediction is rough
 _MICROBATCHES = (16384, 8192, 4096, 2048)
 # Fitted: elements kept for backward, and elements that the backward of one layer needs meanwhile. Per element of a module's output;
 # for experts per element of the inputs and outputs of a token's experts; for a selective scan per element of its states.
@@ -50,7 +50,7 @@ _CPU_HEAD_ROWS = 64
 # Bytes that torch, gloo, and oneDNN or cuBLAS take for their first products and messages.
 _LIBRARIES = 32 << 20
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")  # in configurations
-# A process of a worker before it computes: on a GPU CUDA's code and libraries, on a CPU Python and torch. A process
+# Bytes of a process of a worker before it computes: on a GPU CUDA's code and libraries, on a CPU Python and torch. A process
 # that computes on another GPU takes memory of the trainer's GPU, too, because it opens the board there.
 _PROCESS = 600 << 20
 
@@ -199,8 +199,8 @@ def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPat
 
 
 def _widths(described: PreTrainedModel, path: ModelPath, widening: int) -> tuple[float, float]:
-    """Elements per token, summed over the layers: kept for backward, and needed meanwhile. `widening`: elements of the matmul dtype
-    in one of float32."""
+    """Elements per token, summed over the layers: kept for backward, and needed meanwhile. `widening`: bytes of a float32
+    number divided by those of a number in the matmul dtype."""
     text, widths = described.config.get_text_config(), Counter[str]()
     experts, chosen = (
         max((size for name in names if isinstance(size := getattr(text, name, None), int)), default=1)
@@ -280,7 +280,7 @@ def cut_model(
     fills_machines = ranks % per_machine == 0 and world.roles.train == tuple(range(ranks))
     shards = per_machine if per_machine > 1 and fills_machines else ranks
     for cut in (Cut(shards, True), Cut(shards)):
-        if sum(predicted(config, ranks, placement=placement, cut=cut).values()) <= _MOST_USED * memory:
+        if sum(predicted(config, ranks, placement=placement, cut=cut).values()) <= _MAX_USED * memory:
             return cut
     return Cut(ranks)
 
@@ -300,7 +300,7 @@ def fit_card(
     lines, cards = [], cards or Cards()
     memory, name = cards.memory(device), cards.describe(device)[0]
     state, training = _STATE * parameter_count(config.model), len(world.roles.train)
-    if training > 1 and "sharding" not in config.distributed.model_fields_set and state > _MOST_STATE * memory:
+    if training > 1 and "sharding" not in config.distributed.model_fields_set and state > _MAX_STATE * memory:
         sharding, why = "fsdp", f"left out; replicate takes {state / GIB:.0f} GiB for the state on each {name}"
         # Both calls refuse what does not work with FSDP.
         try:
@@ -315,7 +315,7 @@ def fit_card(
     for tokens in (size for size in _MICROBATCHES if size >= row_limit(config)):
         chosen = resolve(with_values(config, {"train.tokens_per_microbatch": tokens}))
         placement = place(chosen, device, replace(world, rank=0), None, cards)  # a rank that trains
-        if sum(predicted(chosen, training, placement=placement).values()) <= _MOST_USED * memory:
+        if sum(predicted(chosen, training, placement=placement).values()) <= _MAX_USED * memory:
             break
     else:
         chosen = resolve(config)
@@ -355,7 +355,7 @@ def _meminfo(name: str) -> int:
 
 
 def table(parts: dict[str, int]) -> str:
-    """A line for each part in GiB, and one for their sum."""
+    """A line for each part in GiB, and a line for their sum."""
     width = max(len(name) for name in parts)
     lines = [f"  {name:<{width}}  {size / GIB:8.3f} GiB" for name, size in parts.items()]
     return "\n".join([*lines, f"  {'total':<{width}}  {sum(parts.values()) / GIB:8.3f} GiB"])

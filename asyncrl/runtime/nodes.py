@@ -1,4 +1,4 @@
-"""Rank 0 writes `nodes.json` into the run directory: which ranks are there or lost. `asyncrl nodes RUN` reads the file."""
+"""Rank 0 writes `nodes.json` into the run directory: which ranks are connected or lost. `asyncrl nodes RUN` reads the file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Nodes:
 
     def __init__(self, run: OpenRun, server: LineServer) -> None:
         self._run, self._server = run, server
-        self._tokens: dict[str, float] = {}  # by peer, at the last call of `rows`
-        self._since = time.monotonic()
+        self._tokens: dict[str, float] = {}  # tokens by peer, at the last call of `rows`
+        self._since = time.monotonic()  # time of that call
 
     async def write_often(self) -> None:
         """Write the file until this task is cancelled."""
@@ -39,7 +39,7 @@ class Nodes:
             await self._write(f"stopped by {self._run.stopped_by}" if self._run.stopped_by else outcome)
 
     async def _write(self, outcome: str | None) -> None:
-        """`outcome`: how the run ended; None: it goes on. Without room on the disk nothing is written."""
+        """`outcome`: how the run ended; None: the run goes on. Without room on the disk nothing is written."""
         directory = self._run.directory
         if directory is None or directory.lost:
             return
@@ -56,7 +56,7 @@ class Nodes:
             await offload(write, "nodes")
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each rank that is there or was there, by rank."""
+        """One row for each rank that is or was connected, sorted by rank."""
         run, server, now = self._run, self._server, time.monotonic()
         assert run.ledger is not None
         reports: Mapping[str, Any] = {} if run.dispatch is None else run.dispatch.reports

@@ -37,8 +37,8 @@ from asyncrl.errors import (
 )
 from asyncrl.generation.lifecycle import BaseEngine
 from asyncrl.pumps.dispatch import Dispatch
-from asyncrl.pumps.follow import GENERATED, Follower, Remote
-from asyncrl.pumps.graph import Apart, Graph
+from asyncrl.pumps.follow import GENERATED, EngineVersion, Remote
+from asyncrl.pumps.graph import Graph, RoleParts
 from asyncrl.pumps.metrics import logged_means
 from asyncrl.pumps.pipeline import Ports, Round, StepReport
 from asyncrl.telemetry.lag import monitor
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 _SHOWN_EVERY_S = 1.0
 REWARD_MODELS = "reward models"
 # The kind of the message with which a rank that ends early says why, and the time limit for sending the message.
-ENDED, _TELL_S = "ended", 1.0
+END_REASON, _SEND_S = "ended", 1.0
 # If one of these errors or a signal ends a rank that only generates, the run goes on: other ranks need not have the same error.
 _OF_ONE_RANK = PlatformError, TransportError, WorkerDied, StallError, RankLost
 
@@ -110,16 +110,16 @@ class OpenRun:
     line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
     ledger: LineLedger | None = None  # made with the line
     positions: Positions | None = None  # made with the line, on ranks that train
-    # Only if ranks have different roles: on rank 0; on other ranks; on ranks that only generate.
-    dispatch: Dispatch | None = None
-    remote: Remote | None = None
-    follower: Follower | None = None
+    # Only if ranks have different roles:
+    dispatch: Dispatch | None = None  # on rank 0
+    remote: Remote | None = None  # on other ranks
+    engine_version: EngineVersion | None = None  # on ranks that only generate
     # From `workers.describe_model`, on ranks that only generate.
     model_description: Mapping[str, Any] | None = None
     orders: ServedOrders | None = None  # on rank 0
     entrance: Entrance | None = None  # on rank 0, if nodes may join
     connections: Connections
-    apart: Apart | None = None
+    role_parts: RoleParts | None = None
     ports: Ports
     checkpointer: Checkpointer
     profiler: StepProfiler
@@ -162,7 +162,7 @@ class OpenRun:
         return self.saved.version - self.saved.turn * versions_per_batch(self.config) if self.saved else 0
 
     def own_agents(self) -> Agents:
-        """What episodes of a program need. Errors: LifecycleError on a rank that does not generate."""
+        """The `Agents` for episodes of a program. Errors: LifecycleError on a rank that does not generate."""
         if self.agents is None:
             raise LifecycleError("this rank does not generate (distributed.roles); play episodes on a rank that does")
         return self.agents
@@ -170,8 +170,8 @@ class OpenRun:
     def make_pumps(self, held_out: list[Prompt]) -> None:
         """Make the pumps. `held_out`: the prompts of evaluations; empty without evaluations."""
         newest_evaluated = self.saved.newest_evaluated if self.saved else -1
-        steps = self._at_version, self._on_step, self._catch_up
-        self.graph = Graph(self.ports, self.prompts, held_out, *steps, newest_evaluated, self.apart)
+        callbacks = self._at_version, self._on_step, self._catch_up
+        self.graph = Graph(self.ports, self.prompts, held_out, *callbacks, newest_evaluated, self.role_parts)
         self.graph.on_finish(self.listeners.close)
 
     def start(self) -> None:
@@ -201,7 +201,7 @@ class OpenRun:
     async def run(self) -> RunSummary:
         """Train to the end on the prompts or on the groups of the ring. Errors: ConfigError without either; LifecycleError if
         called twice; the error that ends the pumps."""
-        if self.prompts is None and self.config.door.ring is None and self.apart is None:
+        if self.prompts is None and self.config.door.ring is None and self.role_parts is None:
             raise ConfigError("Runtime.run needs prompts: set data.train or door.ring, or pass Runtime prompts=[...]")
         if self._ran:
             raise LifecycleError("Runtime.run was called twice; make a new Runtime for a second run")
@@ -233,7 +233,7 @@ class OpenRun:
             return ProgressLimit((), limits.stage_timeout_s, sentence)
         if not (self.graph.busy or self._in_at_version or self.graph.evaluations.progress):
             return None
-        if self.apart is not None and not self.world.is_first:
+        if self.role_parts is not None and not self.world.is_first:
             return None  # rank 0 alone knows the progress of all ranks that generate
         books = self.ports.ledger.statistics()
         groups = books.admitted, books.trained, books.dropped, books.failed
@@ -269,7 +269,7 @@ class OpenRun:
             await self._agree_on_time()
             await self.checkpointer.announce(version, self.graph.waiting_prompt)
             last = self.graph.is_last_version()
-            # The last counts of ranks that only generate come with their last reports, at the end.
+            # The last counts of other ranks come with their last reports, at the end.
             write = self.journal.hold if last and self.dispatch is not None else self.journal.write
             await self.graph.evaluate(version, partial(write, version), first=first, last=last)
             if self.checkpointer.due(version, last):
@@ -325,7 +325,7 @@ class OpenRun:
         if self.remote is not None:
             return await self.remote.leave()
         if self.dispatch is not None:
-            await self.dispatch.wait_left([f"rank {rank}" for rank in range(1, self.world.world_size)])
+            await self.dispatch.wait_finished([f"rank {rank}" for rank in range(1, self.world.world_size)])
             # Groups that were between two ranks when sender and receiver stopped.
             for ticket in ledger.live_groups(everywhere=True):
                 await ledger.end(ticket, "dropped", "the run ended first")
@@ -360,7 +360,7 @@ class OpenRun:
             try:
                 try:
                     if error is not None and self.line is not None:
-                        await self._tell_ranks(error)
+                        await self._send_end_reason(error)
                     if error is not None and self.world.world_size > 1:
                         stop_signal, missing = await self.checkpointer.leave(version, self.stopped_by)
                         stop_signal = stop_signal or next(
@@ -399,8 +399,8 @@ class OpenRun:
             if error is None and self.remote is None:
                 self._check_books()
 
-    async def _tell_ranks(self, error: BaseException) -> None:
-        """Tell rank 0, or on rank 0 all ranks, that this rank ends early. A collective on nccl would wait for this rank."""
+    async def _send_end_reason(self, error: BaseException) -> None:
+        """Notify rank 0, or on rank 0 all ranks, that this rank ends early. A collective on nccl would wait for this rank."""
         from asyncrl.distributed.line import LineServer
 
         world, line = self.world, self.line
@@ -421,11 +421,11 @@ class OpenRun:
         stalled = self.stalled or isinstance(error, StallError)
         ended = {"reason": reason, "stopped_by": stopped_by, "one_rank": one_rank, "stalled": stalled}
         # The other end of the line may be gone, or read nothing any more.
-        with contextlib.suppress(RankLost, LifecycleError), anyio.move_on_after(_TELL_S):
+        with contextlib.suppress(RankLost, LifecycleError), anyio.move_on_after(_SEND_S):
             if isinstance(line, LineServer):
-                await line.tell_all(ENDED, ended)
+                await line.tell_all(END_REASON, ended)
             elif line is not None:
-                await line.tell(ENDED, ended)
+                await line.tell(END_REASON, ended)
 
     def describe_waits(self) -> None:
         """Print the longest wait of each kind, because another rank says that the run stands still."""

@@ -49,8 +49,8 @@ async def open_run(
         )
     stages.begin("restoring the checkpoint")
     saved_parts = run.ports, run.core, run.lanes[0], run.tokenizer, run.prompts
-    handed = set if run.dispatch is None else run.dispatch.handed
-    run.checkpointer = Checkpointer(run.config, run.directory, run.world, *saved_parts, handed, run.positions)
+    unadmitted = set if run.dispatch is None else run.dispatch.unadmitted
+    run.checkpointer = Checkpointer(run.config, run.directory, run.world, *saved_parts, unadmitted, run.positions)
     if run.saved is not None and run.world.trains:
         await run.checkpointer.restore(run.saved)
     if run.dispatch is not None and run.prompts is not None:
@@ -80,16 +80,16 @@ async def _open_directory(run: OpenRun) -> None:
     if directory is not None:
         # Closed last: the other parts may write to the directory until they end.
         run.stack.callback(directory.close)
-        opened = await offload(lambda: directory.open(config, leader=run.world.is_first), "run-directory")
+        opened = await offload(lambda: directory.open(config, is_first=run.world.is_first), "run-directory")
     run.saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")
     # The journal removes lines after this version. A restart without a checkpoint begins anew: -1 removes all lines.
     since = -1 if directory and directory.restart else None
     if run.saved:
         since = run.saved.version
-    own, lines = directory if run.world.is_first else None, run.world.joined is not None
-    ours = (directory.path, run.world.rank) if directory and not own and run.world.trains else None
+    written, lines = directory if run.world.is_first else None, run.world.joined is not None
+    rollouts = (directory.path, run.world.rank) if directory and not written and run.world.trains else None
     last = last_version(config, run.base, run.decided.row_count)
-    run.journal = Journal(config, own, run.recorder, since, run.base, last=last, lines=lines, rollouts=ours)
+    run.journal = Journal(config, written, run.recorder, since, run.base, last=last, lines=lines, rollouts=rollouts)
     await run.stack.enter_async_context(run.journal)
     run.stack.callback(stages.begin, "closing the sinks of metrics")
     stages.show_on(run.journal.live.status)

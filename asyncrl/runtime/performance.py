@@ -134,7 +134,7 @@ class StepProfiler:
             raise ConfigError("telemetry.profile writes into the run directory: a Runtime with write=False has none")
 
     async def at(self, version: int) -> None:
-        """Start the profile if `version`, which has just been published, is the profile's first version; stop it at its last."""
+        """Start the profile if `version`, just published, is the profile's first version; stop the profile at its last version."""
         if self._recording and version >= self._last_version:
             await self._stop(version)
         elif self._pending and not self._recording and self._first_version <= version < self._last_version:

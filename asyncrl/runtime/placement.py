@@ -98,7 +98,7 @@ def _reason_for_embedded(config: Config, device: torch.device) -> str | None:
 
 def embedded_on_plain_path(config: Config, path: str) -> tuple[Config, list[str]]:
     """The configuration with the embedded engine instead of vLLM, and a line for the user, if the gate chose the plain path. Call
-    it only if `choose_engine` chose the engine. `path`: name of the model's path."""
+    only if `choose_engine` chose the engine. `path`: name of the model's path."""
     if config.generation.engine != "vllm" or path != "plain":
         return config, []
     line = f"generation.engine: embedded (auto: the model {PLAIN_MESSAGE})"

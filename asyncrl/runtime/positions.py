@@ -31,31 +31,31 @@ from asyncrl.data.prompts import is_prompt, state_after
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import CheckpointError
 
-# `Checkpointer.rank_state` makes it: turn, prompts (the cursor), untrained (group ids), next_group, replay. For a sharded
+# From `Checkpointer.rank_state`: turn, prompts (the cursor), untrained (group ids), next_group, replay. For a sharded
 # checkpoint also shard: the rank's part, or the error in its place.
 RankState = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class EarlyEnd:
     """The last version of a rank that ended early, and why the rank ended."""
 
     version: int
     stopped_by: str | None  # the name of a signal; None: the rank failed
 
 
-# A rank that ends early waits this long for the `Departure` of other ranks. A rank that is stuck in a collective sends none.
+# A rank that ends early waits this long for the `EarlyEnd` of other ranks. A rank that is stuck in a collective sends none.
 LEAVE_TIMEOUT_S = 2.0
 GATHER_TIMEOUT_S = 15.0  # torchrun kills a stopped rank after 30 s
 PARTS_TIMEOUT_S = 300.0  # other ranks of a sharded model write their parts first
-_POSITION, _DEPARTURE = "position", "departure"
+_POSITION, _EARLY_END = "position", "early end"
 _KEPT = 3  # versions of each rank
 
 
 class Positions:
     """`line`: the server of rank 0, or this rank's client of that server. Rank 0 must make its `Positions` before others connect.
     `numbers`: the numbers of the ranks that train. `rank`: this rank's index in `numbers`. All ranks here are such indices, except
-    in messages."""
+    in error texts."""
 
     def __init__(self, line: LineServer | LineClient, rank: int, numbers: Sequence[int]) -> None:
         self._line = line
@@ -67,12 +67,12 @@ class Positions:
         self._states: list[dict[int, tuple[RankState, bytes | None]]] = [{} for _ in self._ranks]
         # On rank 0. Rank -> its state in the checkpoint that is resumed.
         self._resumed: Mapping[int, RankState] = {}
-        self._departures: dict[int, Departure] = {}
+        self._early_ends: dict[int, EarlyEnd] = {}
         self._save_after: set[int] = set()  # the versions after these are saved
         self._changed = asyncio.Event()
         if isinstance(line, LineServer):
             line.on(_POSITION, self._on_position)
-            line.on(_DEPARTURE, self._on_departure)
+            line.on(_EARLY_END, self._on_early_end)
 
     def hurry(self, timeout_s: float) -> None:
         """End all waits for other ranks within `timeout_s` from now: this run is being stopped."""
@@ -94,7 +94,7 @@ class Positions:
         return save
 
     async def _send(self, version: int, state: RankState, *replay: bytes) -> bool:
-        """Give rank 0 a state. Returns whether the version after the last announced one is saved."""
+        """Give rank 0 a state. Returns whether to save the version after the last announced version."""
         header = [self._rank, version, state, self._announced]
         if isinstance(self._line, LineServer):
             save, _ = await self._on_position("", header, replay)
@@ -120,36 +120,36 @@ class Positions:
 
     async def leave(
         self, version: int, stopped_by: str | None, wait_s: float = LEAVE_TIMEOUT_S
-    ) -> tuple[dict[int, Departure], list[int]]:
+    ) -> tuple[dict[int, EarlyEnd], list[int]]:
         """Tell rank 0 that this rank ends at `version`, and wait up to `wait_s` for the other ranks to do the same.
-        Returns the departures of other ranks, and the ranks that seem to be lost."""
+        Returns the early ends of other ranks, and the ranks that seem to be lost."""
         header = [self._rank, version, stopped_by, wait_s]
         # If rank 0 does not answer, only rank 0 is known to be lost.
         answer: Sequence[Any] = (), [0]
         # RuntimeError: rank 0 is lost.
         with contextlib.suppress(RuntimeError), anyio.move_on_after(2 * wait_s + 1):
             if isinstance(self._line, LineServer):
-                answer, _ = await self._on_departure("", header, ())
+                answer, _ = await self._on_early_end("", header, ())
             else:
-                answer, _ = await self._line.ask(_DEPARTURE, header)
-        departures, lost = answer
-        return {rank: Departure(*record) for rank, *record in departures if rank != self._rank}, lost
+                answer, _ = await self._line.ask(_EARLY_END, header)
+        ends, lost = answer
+        return {rank: EarlyEnd(*record) for rank, *record in ends if rank != self._rank}, lost
 
-    async def _on_departure(self, peer: str, header: Any, buffers: object) -> tuple[list[Any], tuple[()]]:
+    async def _on_early_end(self, peer: str, header: Any, buffers: object) -> tuple[list[Any], tuple[()]]:
         rank, version, stopped_by, wait_s = header
-        self._departures[rank] = Departure(version, stopped_by)
+        self._early_ends[rank] = EarlyEnd(version, stopped_by)
         self._notify()
         with anyio.move_on_after(wait_s):
-            while len(self._departures) < len(self._ranks):
+            while len(self._early_ends) < len(self._ranks):
                 await self._changed.wait()
         assert isinstance(self._line, LineServer)
         connected = [f"rank {self._numbers[self._rank]}"]
         connected += [name for name, silence_s in self._line.silences().items() if not silence_s]
-        missing = [index for index in self._ranks if index not in self._departures]
+        missing = [index for index in self._ranks if index not in self._early_ends]
         # A rank that is connected may only be slow. If all missing ranks are connected, one of them hangs.
         lost = [index for index in missing if f"rank {self._numbers[index]}" not in connected] or missing
-        departures = [[index, record.version, record.stopped_by] for index, record in self._departures.items()]
-        return [departures, lost], ()
+        ends = [[index, record.version, record.stopped_by] for index, record in self._early_ends.items()]
+        return [ends, lost], ()
 
     async def gather(
         self, version: int, state: RankState, *, sharded: bool, wait_s: float | None = None
@@ -157,8 +157,8 @@ class Positions:
         """Collect the states of all ranks for a checkpoint. Returns (states by rank, ranks that did not announce this version) on
         rank 0, and empty lists on other ranks.
         Rank 0 waits up to `wait_s`; None: `PARTS_TIMEOUT_S` if `sharded`, else `GATHER_TIMEOUT_S`. `sharded`: all ranks must call
-        `gather`, after writing their parts. Otherwise rank 0 then uses the newest known state of a rank that did not announce the
-        version, and no replay buffer of a rank that sent none. Errors: CheckpointError."""
+        `gather`, after writing their parts. Without `sharded` rank 0 uses the newest known state of a rank that did not announce
+        the version, and no replay buffer of a rank that sent none. Errors: CheckpointError."""
         light = {name: value for name, value in state.items() if name != "replay"}
         has_replay = sharded or state["replay"] is not None
         replay = await offload(lambda: orjson.dumps(state["replay"]), "replay")
@@ -190,8 +190,8 @@ class Positions:
         return [rank for rank, (state, replay) in enumerate(found) if state is None or (has_replay and replay is None)]
 
     def _newest(self, rank: int, version: int) -> RankState | None:
-        """On rank 0: the state of a rank at this version. If the rank did not announce the version, its state before: the rank
-        announced the previous version, because it joined the last step afterwards."""
+        """On rank 0: the state of a rank at this version. If the rank did not announce the version, its state at the version
+        before, which the rank announced before it joined the last step."""
         known = [each for each in self._states[rank] if each <= version]
         return self._states[rank][max(known)][0] if known else self._resumed.get(rank)
 
@@ -202,7 +202,7 @@ class Positions:
         or at once if all missing ranks (`sharded`: any rank) ended at another version."""
         started = awake.now()
         while missing := lacking():
-            wrong = [rank for rank, record in self._departures.items() if record.version != version]
+            wrong = [rank for rank, record in self._early_ends.items() if record.version != version]
             if wrong and (sharded or {*wrong} >= {*missing}):
                 return f"ranks {[self._numbers[rank] for rank in wrong]} ended at another version"
             left_s = min(started + timeout_s, self._stop_deadline) - awake.now()

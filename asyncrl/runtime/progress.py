@@ -55,7 +55,7 @@ class Stages:
         self._stage = ""
 
     def silent_ranks(self, fatal: bool) -> list[str]:
-        """A sentence for each rank that is disconnected now. `fatal`: only why the run cannot go on."""
+        """A sentence for each rank that is disconnected now. `fatal`: instead the reason why the run cannot go on, if any."""
         if fatal:
             return [] if self.lost is None else [self.lost]
         return [] if self.line is None else self.line.silent()

@@ -37,7 +37,7 @@ from asyncrl.models.policy import PolicyModel
 from asyncrl.models.reward_model import RewardModel, load_reward_model
 from asyncrl.models.routing import require_routing
 from asyncrl.ports import Engine, Trainer, WeightSink
-from asyncrl.pumps.follow import Follower
+from asyncrl.pumps.follow import EngineVersion
 from asyncrl.training.lane_trainer import LaneTrainer
 from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
@@ -93,18 +93,18 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
         if not world.trains:
             run.tokenizer = await offload(lambda: load_tokenizer_of(config.model), "tokenizer")
             workers, receiver = await open_generating(run, placement, positions)
-            run.follower = Follower(receiver)
+            run.engine_version = EngineVersion(receiver)
             # On a rank without a trainer only `trainer.version` is read.
-            return cast(Trainer, run.follower), workers, ()
+            return cast(Trainer, run.engine_version), workers, ()
         core = await lane.run(lambda: _load(run, cut), name="start/load")
     if decided.engine_is_auto:
         run.config, lines = embedded_on_plain_path(config, _policy(run).path.name)
         for line in lines:
             run.journal.live.note(line)
     chosen = run.config.generation.engine.encode()
-    first, *_ = await lane.run(lambda: world.train.all_gather_bytes(chosen), name="start/engine")
+    of_rank_0, *_ = await lane.run(lambda: world.train.all_gather_bytes(chosen), name="start/engine")
     if world.generates:
-        placement = await take_engine(run, placement, first.decode())
+        placement = await take_engine(run, placement, of_rank_0.decode())
     trainer = LaneTrainer(core, lane, recorder)
     if isinstance(core, ShardedTrainer) and not core.keep:
         run.round = trainer.train_round

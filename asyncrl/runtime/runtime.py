@@ -206,7 +206,7 @@ class Runtime:
         )
 
     def _fail_on_stall(self, error: StallError | RankLost) -> None:
-        """Fail the run, or cancel its opening. At the end of a run this has no effect: the process must then be ended."""
+        """Fail the run, or cancel its opening. While the run closes this has no effect: then only the end of the process helps."""
         if self._run is not None:
             if isinstance(error, RankLost):
                 # Else the lane waits for the lost rank, and the pumps wait for the lane.

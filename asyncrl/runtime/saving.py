@@ -45,7 +45,7 @@ from .positions import Positions, RankState, after_step
 if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
 
-Start: TypeAlias = Callable[..., None]  # (name, work, *arguments)
+StartTask: TypeAlias = Callable[..., None]  # (name, work, *arguments)
 # A stopped run waits for other ranks during this fraction of the grace period. The rest is for writing.
 _WAIT_FRACTION = 0.6
 # Bytes on disk for tokenizer, cursors and metrics, beside the tensors of a checkpoint.
@@ -91,23 +91,23 @@ class SavedRun:
         """The first turn of the resumed ledger."""
         return int(self.checkpoint.run["turn"])
 
-    def require_cursor(self, one: bool) -> None:
-        """`one`: this run has one prompt cursor for all ranks. Errors: CheckpointError if the checkpoint's cursors do not fit."""
+    def require_cursor(self, one_cursor: bool) -> None:
+        """`one_cursor`: this run has one prompt cursor for all ranks. Errors: CheckpointError if the checkpoint's differ."""
         prompts = self.checkpoint.run["prompts"]
         # A checkpoint of one training rank fits both kinds of run.
-        if prompts["0"] is None or "1" not in prompts or (prompts["1"] is None) is one:
+        if prompts["0"] is None or "1" not in prompts or (prompts["1"] is None) is one_cursor:
             return
         kinds = (
             "one prompt cursor for each rank",
             "one prompt cursor for all ranks (distributed.roles, distributed.context)",
         )
-        todo = (
+        remedy = (
             "without distributed.roles and distributed.context"
-            if one
+            if one_cursor
             else "with distributed.roles, so that some rank only trains or only generates, or with distributed.context"
         )
         raise CheckpointError(
-            f"resume=true: the checkpoint has {kinds[not one]}, and this run has {kinds[one]}; resume it {todo}"
+            f"resume=true: the checkpoint has {kinds[not one_cursor]}, and this run has {kinds[one_cursor]}; resume it {remedy}"
         )
 
     def next_group(self, rank: int) -> int:
@@ -153,11 +153,11 @@ class Checkpointer:
         lane: Any,
         tokenizer: Any,
         prompts: PromptSource | None,
-        handed: Callable[[], set[int]] = set,
+        unadmitted: Callable[[], set[int]] = set,
         positions: Positions | None = None,
     ) -> None:
         """`core`: the trainer; None in a dry run, which saves nothing. `lane`: the trainer's. `prompts`: None if groups are
-        submitted. `handed()`: ids of prompts that other ranks have taken from the cursor and that are not in the ledger yet.
+        submitted. `unadmitted()`: ids of prompts that other ranks have taken from the cursor and that are not in the ledger yet.
         `positions`: None for a single rank."""
         self._config = config
         self._directory = directory
@@ -167,7 +167,7 @@ class Checkpointer:
         self._lane = lane
         self._tokenizer = tokenizer
         self._prompts = prompts
-        self._handed = handed
+        self._unadmitted = unadmitted
         self._recorder = ports.recorder
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
         # The newest version that is written, being written, or refused.
@@ -175,8 +175,8 @@ class Checkpointer:
         self._idle = anyio.Event()  # set while no copy waits to be written or is written
         self._idle.set()
         self.saving = False  # a checkpoint is being written, or `at_end` makes one
-        self._last_by_time = time.monotonic()
-        self._time_is_up = False
+        self._last_by_time = time.monotonic()  # newest checkpoint by `every_s`
+        self._due_by_time = False
         # Ranks that only generate have no position of their own: rank 0 has the prompt cursor.
         self._ranks = len(world.roles.train)
         self._positions = positions
@@ -188,7 +188,7 @@ class Checkpointer:
         if self._directory is not None and self._directory.lost:
             return False
         every = self._config.checkpoint.every
-        by_interval = self._time_is_up or (every is not None and version % every == 0)
+        by_interval = self._due_by_time or (every is not None and version % every == 0)
         return by_interval or (last and self._config.checkpoint.save_final)
 
     def final_due(self, version: int, error: BaseException | None, stopped: bool) -> bool:
@@ -213,13 +213,13 @@ class Checkpointer:
             return
         by_time = saving.every_s is not None and saving.every is None
         elapsed_s = time.monotonic() - self._last_by_time
-        is_up = by_time and elapsed_s >= (saving.every_s or 0.0)
-        if is_up:
+        due_by_time = by_time and elapsed_s >= (saving.every_s or 0.0)
+        if due_by_time:
             self._last_by_time = time.monotonic()
-        self._time_is_up = is_up
+        self._due_by_time = due_by_time
         if positions is not None and (saving.save_final or saving.every is not None or by_time):
             state = self._position(waiting_prompt)
-            self._time_is_up = await positions.announce(version, state, save_next=is_up)
+            self._due_by_time = await positions.announce(version, state, save_next=due_by_time)
 
     def rank_state(self, waiting_prompt: int | None) -> RankState:
         """The position of this rank in its prompts, and its replay buffer, read without an await. Call before live groups end.
@@ -235,7 +235,7 @@ class Checkpointer:
         one_cursor = self._world.roles.differ
         has_cursor = self._world.is_first or not one_cursor
         tickets = ports.ledger.live_groups(everywhere=one_cursor and has_cursor)
-        live = {ticket.group_id for ticket in tickets} | waiting | self._handed()
+        live = {ticket.group_id for ticket in tickets} | waiting | self._unadmitted()
         return {
             "turn": ports.ledger.turn,
             "prompts": self._prompts.state_dict() if self._prompts and has_cursor else None,
@@ -243,7 +243,7 @@ class Checkpointer:
             "next_group": ports.ids.next,
         }
 
-    async def at_version(self, version: int, state: RankState, last: bool, start: Start) -> None:
+    async def at_version(self, version: int, state: RankState, last: bool, start: StartTask) -> None:
         """Save between two steps. Returns after the copy to the host; `start` runs the writing beside the training.
         The `last` version is written before the return. Errors: CheckpointError (earlier checkpoints are intact), DivergenceError.
         """
@@ -267,8 +267,8 @@ class Checkpointer:
         stopped another rank, or None, and the ranks that seem to be lost. `stopped_by`: the signal that stopped this rank."""
         if self._positions is None:
             return None, []
-        departures, lost = await self._positions.leave(version, stopped_by)
-        stop_signal = next((departure.stopped_by for departure in departures.values() if departure.stopped_by), None)
+        early_ends, lost = await self._positions.leave(version, stopped_by)
+        stop_signal = next((end.stopped_by for end in early_ends.values() if end.stopped_by), None)
         return stop_signal, [self._world.roles.train[index] for index in lost]
 
     async def at_end(
@@ -427,7 +427,7 @@ class Checkpointer:
         return await offload(lambda: write_shard(folder, version, rank, state), "checkpoint-shard")
 
     async def _gather(self, version: int, state: RankState) -> tuple[list[RankState], list[int]]:
-        """As `Positions.gather`. If a rank ended before it announced the last step, the ledger tells its state."""
+        """As `Positions.gather`. If a rank ended before it announced the last step, its state follows from the ledger."""
         positions, core = self._positions, self._core
         if positions is None:
             return [state], []

@@ -39,7 +39,7 @@ from asyncrl.data.store import Store
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.pumps.book import GroupIds
-from asyncrl.pumps.graph import Apart, Graph
+from asyncrl.pumps.graph import Graph, RoleParts
 from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
@@ -77,11 +77,11 @@ class House:
         self,
         plan: Plan,
         ports: Mapping[str, Any] | None = None,
-        apart: Callable[[House], Apart | None] = lambda house: None,
+        role_parts: Callable[[House], RoleParts | None] = lambda house: None,
     ) -> None:
-        """`ports`: of the rank, others than those made here. `apart`: makes the parts of a rank with a role."""
+        """`ports`: of the rank, others than those made here. `role_parts`: makes the parts of a rank with a role."""
         self.plan = plan
-        self.apart = apart
+        self.role_parts = role_parts
         self.brought = ports or {}
         self.config = plan.config()
         self.log: list[Event] = []
@@ -168,7 +168,7 @@ class House:
         self.prompts: Any = plan.cursor() if plan.cursor else Prompts(plan.prompts)
         held_out = [make_prompt(row) for row in range(plan.held_out)]
         at = self._at_version, self.reports.append, self._catch_up
-        self.graph = Graph(self.ports, self.prompts, held_out, *at, apart=self.apart(self))  # type: ignore[arg-type]
+        self.graph = Graph(self.ports, self.prompts, held_out, *at, role_parts=self.role_parts(self))  # type: ignore[arg-type]
 
     async def _catch_up(self, last: bool) -> None:
         """As the runtime does it."""
@@ -248,7 +248,7 @@ def live(
     *,
     body: Callable[[House, Supervisor], Any] | None = None,
     ports: Mapping[str, Any] | None = None,
-    apart: Callable[[House], Apart | None] = lambda house: None,
+    role_parts: Callable[[House], RoleParts | None] = lambda house: None,
     cancel_at_tick: int | None = None,
     native_cancel: bool = False,
 ) -> House:
@@ -257,7 +257,7 @@ def live(
     cancel_at_tick: cancel the run in that iteration of the event loop, through a cancel scope around it or, with
     `native_cancel`, by `Task.cancel` as a signal handler or a foreign loop does.
     """
-    house = House(plan, ports, apart)
+    house = House(plan, ports, role_parts)
 
     async def main() -> None:
         loop: Any = asyncio.get_running_loop()

@@ -20,7 +20,7 @@ from asyncrl.errors import DataError, RankLost
 from asyncrl.pumps.book import GroupBook
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.evaluate import Sample
-from asyncrl.pumps.follow import Follower, FollowPump, Remote
+from asyncrl.pumps.follow import EngineVersion, FollowPump, Remote
 from asyncrl.pumps.pace import Pace
 from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.telemetry.recorder import Recorder
@@ -80,7 +80,7 @@ async def connected(
             evaluate = None if play is None else SimpleNamespace(play=play)
             remote.start(ports, prompts or source(), evaluate, reached)  # type: ignore[arg-type]  # what it uses of them
             await remote.arrive()
-        await house.dispatch.wait_here([*remotes])
+        await house.dispatch.wait_connected([*remotes])
         yield house
 
 
@@ -107,24 +107,24 @@ async def test_every_rank_learns_how_long_a_group_takes_on_the_other_ranks() -> 
         await one.next([2.0, 4.0])
         await two.next([9.0])
         await three.next([])
-        assert (one.usual_s, two.usual_s, three.usual_s) == (0.0, 3.0, 6.0)
+        assert (one.others_mean_s, two.others_mean_s, three.others_mean_s) == (0.0, 3.0, 6.0)
         ranks.dispatch.lose("rank 2", [])
         await three.next([])
-        assert three.usual_s == 3.0
+        assert three.others_mean_s == 3.0
 
 
 async def test_a_prompt_counts_as_handed_until_its_group_is_admitted() -> None:
     async with connected(1, 2) as ranks:
         ranks.dispatch.start(source(), LocalLedger(4, 1))
         first = await ranks.remote(1).next()
-        assert first is not None and first.prompt == "prompt 0" and ranks.dispatch.handed() == {0}
+        assert first is not None and first.prompt == "prompt 0" and ranks.dispatch.unadmitted() == {0}
         # The answer to a request that was cancelled may be lost, so the next request gets it again.
         again = await ranks.remote(1).next()
         assert again is not None and again.group_id == 0 and await take(ranks.remote(2)) == 1
         await ranks.remote(1).admitted()
         assert await take(ranks.remote(1)) == 2
         await all_handled(ranks)
-        assert ranks.dispatch.handed() == set()
+        assert ranks.dispatch.unadmitted() == set()
 
 
 async def test_a_rank_that_joins_learns_what_was_told_and_is_asked_once_it_generates() -> None:
@@ -132,24 +132,24 @@ async def test_a_rank_that_joins_learns_what_was_told_and_is_asked_once_it_gener
         return [Sample(row, 0, 1.0, {}, {}, 1) for row in rows]
 
     async with connected(1, play=play) as ranks:
-        await ranks.dispatch.tell_version(4)
-        await ranks.dispatch.tell_trained()
+        await ranks.dispatch.send_version(4)
+        await ranks.dispatch.send_trained()
         client = LineClient(ranks.server.address, "the secret of a test", "rank 7")
         newcomer = Remote(client, joins=True)
         async with client:
             await newcomer.arrive()
             await newcomer.trained.wait()
-            assert await newcomer.wait_told(4) == 4 and ranks.dispatch.trained
+            assert await newcomer.wait_sent_version(4) == 4 and ranks.dispatch.trained
             # Its engine starts, and no evaluation waits for it.
             assert len(await ranks.dispatch.evaluate(4, [0, 1, 2], play)) == 3
             await newcomer.begin()
             while "rank 7" not in ranks.dispatch._generating:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
             with anyio.move_on_after(0.1) as waiting:
-                await ranks.dispatch.wait_left([])
+                await ranks.dispatch.wait_finished([])
             assert waiting.cancelled_caught
         await ranks.kill(1)
-        await ranks.dispatch.wait_left([])
+        await ranks.dispatch.wait_finished([])
         assert ranks.dispatch._generating == []
 
 
@@ -199,7 +199,7 @@ async def test_prompts_of_a_lost_rank_are_played_by_others() -> None:
         assert (ranks.remote(1).generating, ranks.remote(2).generating) == (2, 1)
         pace = Pace(6, lambda: 0)
         pace.limit = 3.0
-        pace.set_most(12)
+        pace.set_max_playing(12)
         assert pace.limit == 6.0
 
 
@@ -347,10 +347,10 @@ async def test_rank_0_closes_the_books_after_all_ranks_have_left_and_before_they
 
         tasks.start_soon(leave, 1)
         with anyio.move_on_after(0.1) as too_early:
-            await ranks.dispatch.wait_left(["rank 1", "rank 2"])
+            await ranks.dispatch.wait_finished(["rank 1", "rank 2"])
         assert too_early.cancelled_caught
         tasks.start_soon(leave, 2)
-        await ranks.dispatch.wait_left(["rank 1", "rank 2"])
+        await ranks.dispatch.wait_finished(["rank 1", "rank 2"])
         assert not ended
         ranks.dispatch.dismiss()
 
@@ -374,12 +374,12 @@ async def test_a_rank_reports_in_time_also_if_the_watchdog_looks_seldom() -> Non
 async def test_ranks_hear_of_the_end() -> None:
     async with connected(1) as ranks:
         remote = ranks.remote(1)
-        await ranks.dispatch.tell_version(4)
-        assert await remote.wait_told(3) == 4
-        await ranks.dispatch.tell_trained()
+        await ranks.dispatch.send_version(4)
+        assert await remote.wait_sent_version(3) == 4
+        await ranks.dispatch.send_trained()
         await remote.trained.wait()
         assert not remote.ended.is_set()
-        await ranks.dispatch.tell_ended(9)
+        await ranks.dispatch.send_ended(9)
         await remote.ended.wait()
         assert remote.last_version == 9
 
@@ -414,7 +414,7 @@ async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> 
             await ledger.commit()
             await ledger.release(group_id - 1)
         remote: Any = SimpleNamespace(report=report, ended=anyio.Event(), trained=anyio.Event(), joins=False)
-        pump = FollowPump(ports, remote, Follower(SimpleNamespace(next=next_version)))
+        pump = FollowPump(ports, remote, EngineVersion(SimpleNamespace(next=next_version)))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pump.run)
             with anyio.fail_after(5):

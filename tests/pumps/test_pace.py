@@ -74,7 +74,7 @@ class Cluster:
         while True:
             await pace.begin()
             self.dispatch._note_durations(str(rank), pace.take_played())
-            pace.usual_s = self.dispatch._usual_s(str(rank)) * self.paced
+            pace.others_mean_s = self.dispatch._others_mean_s(str(rank)) * self.paced
             tasks.start_soon(play, await self.ledger.admit(next(self.groups)))
 
     async def train(self) -> None:
@@ -180,7 +180,7 @@ def test_a_pause_ends_when_no_rank_admits_groups() -> None:
 
     async def main() -> tuple[float, float]:
         pace = Pace(1, lambda: admitted[0])
-        pace.usual_s, pace.limit, waits = 1.0, 1.0, []
+        pace.others_mean_s, pace.limit, waits = 1.0, 1.0, []
         for others in (True, False):
             await pace.begin()
             pace.end(1000.0)

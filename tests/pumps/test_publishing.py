@@ -15,7 +15,7 @@ from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.config.resolve import slots, staleness_bound, turns_bound
 from asyncrl.errors import LifecycleError
 from asyncrl.pumps.evaluate import EvaluatePump, Evaluations
-from asyncrl.pumps.graph import Apart
+from asyncrl.pumps.graph import RoleParts
 from asyncrl.pumps.rollout import OwnPrompts
 from asyncrl.types import Generation, GenerationRequest
 
@@ -347,22 +347,22 @@ class Rank0(OwnPrompts):
     async def evaluate(self, version: int, rows: Sequence[int], play: Any) -> Any:
         return await play(version, rows)
 
-    async def tell_trained(self) -> None:
+    async def send_trained(self) -> None:
         pass
 
-    async def tell_ended(self, version: int) -> None:
+    async def send_ended(self, version: int) -> None:
         pass
 
 
-def rank_0(house: House) -> Apart:
-    return Apart(dispatch=Rank0(house.prompts, 1))  # type: ignore[arg-type]  # what the graph uses of it
+def rank_0(house: House) -> RoleParts:
+    return RoleParts(dispatch=Rank0(house.prompts, 1))  # type: ignore[arg-type]  # what the graph uses of it
 
 
 def test_an_evaluation_by_several_ranks_pins_no_version_and_the_next_step_waits() -> None:
     """A pin holds on one rank only: the other ranks would sample with later weights."""
     plan = Plan(groups_per_step=2, max_steps=4, held_out=2, evaluate_every=2, evaluation_s=20.0)
     workers = Workers()
-    house = beside(plan, workers, apart=rank_0)
+    house = beside(plan, workers, role_parts=rank_0)
     assert house.error is None and not workers.pins
     finished, evaluated = at(house, "finished"), at(house, "evaluated")
     assert finished[3] >= evaluated[2] and sorted(evaluated) == [0, 2, 4]
@@ -381,7 +381,7 @@ def test_with_roles_an_own_evaluation_that_would_wait_for_other_ranks_is_refused
             await house.graph.wait_published()
 
     plan = Plan(rollout={"weight_sync_interval": 2})
-    assert live(plan, body=body, ports={"ranks": 2}, apart=rank_0).error is None
+    assert live(plan, body=body, ports={"ranks": 2}, role_parts=rank_0).error is None
 
 
 def test_the_next_evaluation_waits_for_the_one_that_runs() -> None:

@@ -15,7 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.pumps.building import microbatch_of_counts
 from asyncrl.pumps.claims import Claims
 from asyncrl.pumps.pipeline import Publication
-from asyncrl.pumps.siblings import CALL, Calls, LeadingTrainer, SiblingPump, decode, encode
+from asyncrl.pumps.siblings import CALL, CallQueue, LeadingTrainer, SiblingPump, decode, encode
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 from asyncrl.types import Microbatch
@@ -138,7 +138,7 @@ def ports_of(trainer: Trainer, ledger: Ledger, updates: int) -> Any:
 async def test_a_sibling_makes_the_calls_commits_and_publishes(updates: int) -> None:
     """In the leader's order; no call is made before the publish of the last step has ended."""
     own, trainer, line, ledger = Trainer(), Trainer(), Line(), Ledger()
-    calls = Calls(line, "rank 0")
+    calls = CallQueue(line, "rank 0")
     leader, ports = leading(own, line, ["rank 1"]), ports_of(trainer, ledger, updates)
     waited: list[int] = []
 
@@ -169,7 +169,7 @@ async def test_a_sibling_makes_the_calls_commits_and_publishes(updates: int) -> 
 @pytest.mark.parametrize("ticks", range(14))
 async def test_a_sibling_that_is_cancelled_has_committed_the_steps_that_it_made(ticks: int) -> None:
     trainer, line, ledger = Trainer(), Line(), Ledger()
-    calls, ports = Calls(line, "rank 0"), ports_of(trainer, ledger, 1)
+    calls, ports = CallQueue(line, "rank 0"), ports_of(trainer, ledger, 1)
     pump = SiblingPump(ports, calls, Claims(ports), lambda turn: pauses(2))
     edge: tuple[QueueSender[Publication], QueueReceiver[Publication]] = open_queue("publications", 8)
     await line.tell("rank 1", CALL, ["finish", None, []], ())

@@ -94,5 +94,5 @@ LineLedger.commit = committing  # type: ignore[method-assign]
 positions.Positions.announce = saying  # type: ignore[assignment,method-assign]
 positions.GATHER_TIMEOUT_S = 0.5  # it is dead: nothing comes any more
 if os.environ.get("WORLD_SIZE") == "2":
-    meeting._AFTER_AN_ERROR_S = 0.5  # no other rank is left to wait for
+    meeting._LEAVE_AFTER_ERROR_S = 0.5  # no other rank is left to wait for
 runpy.run_module("asyncrl.main", run_name="__main__", alter_sys=True)

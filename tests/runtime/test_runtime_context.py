@@ -216,7 +216,7 @@ from asyncrl.pumps.siblings import SiblingPump
 from asyncrl.runtime import meeting, positions
 
 rank, moment = os.environ.get("DIES", "0 none").split()
-owners = {"_make": SiblingPump, "commit": LineLedger, "_publish": PublishPump}
+owners = {"_run_call": SiblingPump, "commit": LineLedger, "_publish": PublishPump}
 calls = []
 
 def before(owner, call):
@@ -228,7 +228,7 @@ def before(owner, call):
     setattr(owner, call.__name__, patched)
 
 if moment in owners:
-    positions.GATHER_TIMEOUT_S = meeting._AFTER_AN_ERROR_S = 0.5  # of two ranks the other one is dead: nothing comes any more
+    positions.GATHER_TIMEOUT_S = meeting._LEAVE_AFTER_ERROR_S = 0.5  # of two ranks the other one is dead: nothing comes any more
 if moment in owners and os.environ["RANK"] == rank:
     before(owners[moment], getattr(owners[moment], moment))
 sys.exit(main(sys.argv[1:]))
@@ -299,7 +299,7 @@ def test_a_sibling_that_hangs_is_named_at_the_leader(tmp_path: Path) -> None:
     ("moment", "sharding"),
     [
         ("commit", "replicate"),
-        *(pytest.param(moment, "replicate", marks=pytest.mark.slow) for moment in ("_make", "_publish", "SIGTERM")),
+        *(pytest.param(moment, "replicate", marks=pytest.mark.slow) for moment in ("_run_call", "_publish", "SIGTERM")),
         pytest.param("SIGTERM", "fsdp", marks=pytest.mark.slow),
     ],
 )

@@ -186,7 +186,7 @@ async def test_the_set_of_a_lost_rank_is_named_and_not_that_of_the_rank_that_not
     run: Any = SimpleNamespace(world=world, line=Told("a secret"), **parts)
     run.line.told = []
     _, on_end, _ = meeting._on_lost(run)
-    await OpenRun._tell_ranks(run, RankLost("a collective failed"))
+    await OpenRun._send_end_reason(run, RankLost("a collective failed"))
     assert [each["reason"] for each in run.line.told] == ["a collective failed; rank 2 (set of rank 2) is disconnected"]
     run.end_reasons["rank 1"] = RankLost("rank 1 lost rank 2")
     on_end("rank 1", None)

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.data.prompts import EMBEDDED_GROUPS, REROLLS
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import CheckpointError, RankLost
-from asyncrl.runtime.positions import GATHER_TIMEOUT_S, Departure, Positions, after_step
+from asyncrl.runtime.positions import GATHER_TIMEOUT_S, EarlyEnd, Positions, after_step
 from asyncrl.runtime.saving import SavedRun
 
 T = TypeVar("T")
@@ -136,8 +136,8 @@ async def test_all_ranks_save_the_version_after_the_one_at_which_the_first_says_
 async def test_ranks_that_leave_together_hear_each_other_and_one_alone_does_not_wait_for_ever() -> None:
     async with two() as (first, other):
         late = asyncio.ensure_future(later(0.05, other.leave(7, "SIGINT")))
-        assert await first.leave(7, None, wait_s=20.0) == ({1: Departure(7, "SIGINT")}, [])
-        assert await late == ({0: Departure(7, None)}, [])
+        assert await first.leave(7, None, wait_s=20.0) == ({1: EarlyEnd(7, "SIGINT")}, [])
+        assert await late == ({0: EarlyEnd(7, None)}, [])
     async with two() as (alone, _):
         assert await alone.leave(3, "SIGTERM", wait_s=0.05) == ({}, [1])
 

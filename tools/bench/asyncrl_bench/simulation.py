@@ -40,8 +40,8 @@ from asyncrl.distributed.line_ledger import LineLedger
 from asyncrl.distributed.reservation import Reservation
 from asyncrl.pumps.book import GroupBook, GroupIds
 from asyncrl.pumps.dispatch import Dispatch
-from asyncrl.pumps.follow import Follower, Remote
-from asyncrl.pumps.graph import Apart, Graph
+from asyncrl.pumps.follow import EngineVersion, Remote
+from asyncrl.pumps.graph import Graph, RoleParts
 from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.pumps.travel import KIND, Arrivals, Departures
 from asyncrl.runtime.absent import Absent
@@ -197,7 +197,7 @@ class Rank:
             LineLedger(line, world.books, self.number, recorder=self.recorder)
         )
         store = Store()
-        version: Any = Follower(self) if not self.trains else None
+        version: Any = EngineVersion(self) if not self.trains else None
         if self.trains:
             lane = await stack.enter_async_context(SimulatedLane("device", self.recorder))
             trainer = DryRunTrainer(lane, self.recorder, train_token_s=plan.train_token_s, finish_s=FINISH_S)
@@ -226,20 +226,20 @@ class Rank:
             calls_at_once=2,
             score_groups=True,
         )
-        apart = Apart(follower=version)
+        parts = RoleParts(engine_version=version)
         if self.number == 0:
-            apart.dispatch = world.dispatch
+            parts.dispatch = world.dispatch
         else:
-            apart.remote = self.remote
+            parts.remote = self.remote
         if self.trains:
             assert self.server is not None
-            apart.arrivals = Arrivals(self.ports, 0)
-            self.server.on(KIND, apart.arrivals.take)
+            parts.arrivals = Arrivals(self.ports, 0)
+            self.server.on(KIND, parts.arrivals.take)
         else:
-            apart.departures = Departures(self.ports, self._connect, 0)
-            self.ports.depart = apart.departures.put
+            parts.departures = Departures(self.ports, self._connect, 0)
+            self.ports.depart = parts.departures.put
         self.graph = Graph(
-            self.ports, world.prompts, world.held_out, self._at_version, self._on_step, self._catch_up, apart=apart
+            self.ports, world.prompts, world.held_out, self._at_version, self._on_step, self._catch_up, role_parts=parts
         )
 
     def meet(self) -> None:
@@ -273,7 +273,7 @@ class Rank:
 
     async def _close_books(self) -> None:
         dispatch = self.world.dispatch
-        await dispatch.wait_left([rank.process.name for rank in self.world.ranks[1:]])
+        await dispatch.wait_finished([rank.process.name for rank in self.world.ranks[1:]])
         for ticket in self.ledger.live_groups(everywhere=True):
             await self.ledger.end(ticket, "dropped", "the run ended first")
         self.world.ended = self.ledger.statistics()
