@@ -30,7 +30,7 @@ Answers = dict[int, ChatAnswer]
 
 @dataclass(eq=False, slots=True)
 class OpenEpisode:
-    """An episode, or a branch of an episode, as one key opens it."""
+    """The session of one key, and the answers to requests with this key."""
 
     # Returns the session of an episode. For requests of no episode each call makes a new session.
     session: Callable[[], Session]

@@ -52,7 +52,7 @@ _CHANNEL = re.compile(
     r"[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
     re.DOTALL,
 )
-# Around calls that were read.
+# What a model writes around its calls. Removed if calls were read.
 _WRAPPERS = re.compile(
     r"<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>|<\|tool_calls_section_(?:begin|end)\|>|</?(?:minimax:tool_call|atem:function_calls)>"
 )
@@ -168,7 +168,7 @@ def _named(name: str, arguments: str) -> list[Call]:
 
 
 def _from_python(text: str) -> list[Call]:
-    """Calls of a list in Python's syntax, with literals as arguments by name."""
+    """The calls in a list in Python's syntax. Arguments are literals, passed by name."""
     try:
         written = ast.parse(text, mode="eval").body
         found = written.elts if isinstance(written, ast.List) else [written]
@@ -184,16 +184,16 @@ def _from_python(text: str) -> list[Call]:
 
 
 def _quoted(text: str) -> str:
-    """JSON of a mapping whose keys have no quotes, and whose texts are between special tokens."""
+    """Gemma's form of a mapping as JSON. Its keys have no quotes, and its strings are between special tokens."""
     pieces = _QUOTED.split(text)
-    # With one group in the pattern, every second piece is a text.
+    # The pattern has one group, so every second piece is a string between special tokens.
     pieces[1::2] = [json.dumps(piece[5:-5], ensure_ascii=False) for piece in pieces[1::2]]
     pieces[::2] = [re.sub(r"([\w.-]+):", r'"\1":', piece) for piece in pieces[::2]]
     return "".join(pieces)
 
 
 def _values(text: str) -> Iterator[Any]:
-    """The JSON values of a text, between which are `;` or spaces. No value if the text has anything else."""
+    """The JSON values of a text, separated by `;` or spaces. Yields nothing if the text has anything else."""
     values, start = [], 0
     decoder = json.JSONDecoder()
     while start < len(text):
@@ -207,7 +207,7 @@ def _values(text: str) -> Iterator[Any]:
 
 
 def _decoded(text: str, default: Any) -> Any:
-    """The value of a JSON text. `default` if the text is no JSON (NaN and Infinity are none) or is nested too deeply."""
+    """The value of a JSON text. `default` if the text is not valid JSON (NaN and Infinity are not) or is nested too deeply."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -233,5 +233,5 @@ def _refuse(constant: str) -> None:
 
 
 def name_of(tool: Any) -> str:
-    """The name of a tool by its schema, with or without `function`."""
+    """The name in a tool's schema, directly or under the key `function`."""
     return str((tool.get("function") or tool).get("name")) if isinstance(tool, Mapping) else ""

@@ -5,7 +5,7 @@
     reply           sampled ids ──▶ text ──▶ content, reasoning_content, tool_calls
 
 The text for new messages is a difference: the template renders the whole conversation with a mark in place of the reply, and the
-text behind the mark is what follows the sampled tokens. So sampled tokens are never tokenized again. If the template writes the
+text behind the mark follows the sampled tokens. So sampled tokens are never tokenized again. If the template writes the
 earlier messages differently now, `Chat.extend` returns None, and the whole conversation is rendered.
 Unless `data.control_tokens` is `text`, `data/tokenizing.py` encodes control tokens in messages and tools as plain text.
 """
@@ -41,8 +41,8 @@ from asyncrl.types import FinishReason, Generation, Int32Array, Messages
 
 from .calls import name_of, read_calls
 
-# Kept chats of rows with different arguments of the template. A new chat takes about 0.1 s with a large vocabulary.
-_MOST_OF_ROWS = 64
+# Most kept chats of rows with template arguments of their own. A new chat takes about 0.1 s with a large vocabulary.
+_MOST_ROW_CHATS = 64
 # Marks in place of a reply's content and reasoning. Unicode keeps these characters for private use, so no template writes them.
 _CONTENT, _REASONING = "\ue002", "\ue003"
 # Characters at the end of a text, in which a thinking block is searched.
@@ -95,7 +95,7 @@ class Chat:
         self.has_template = getattr(tokenizer, "chat_template", None) is not None and self._config.template != "raw"
         self._recorder = recorder
         self._logged: set[str] = set()
-        self._of_rows: dict[str, Chat] = {}  # by the arguments of their rows
+        self._of_rows: dict[str, Chat] = {}  # by the columns of the row
         words = set(re.findall(r"\w+", str(getattr(tokenizer, "chat_template", None) or "")))
         self._has_tools, self._has_calls = "tools" in words, "tool_calls" in words
         self._reasoning_key = next((key for key in ("reasoning_content", "thinking") if key in words), None)
@@ -116,7 +116,7 @@ class Chat:
             chat._arguments, chat.tools = arguments, list(tools or ())
             if arguments != self._arguments:
                 chat._text = CompletionText(self.tokenizer, stop=False, arguments=arguments)
-            if len(self._of_rows) > _MOST_OF_ROWS:
+            if len(self._of_rows) > _MOST_ROW_CHATS:
                 del self._of_rows[next(iter(self._of_rows))]
         return self._of_rows[key]
 
@@ -137,7 +137,7 @@ class Chat:
     def extend(self, last: RecordedTurn, messages: Messages, tools: Sequence[Any] = ()) -> Int32Array | None:
         """Token ids [P] of a conversation that begins with `last`: its tokens, then the new messages.
 
-        `messages`: the whole conversation. None: the template writes its beginning differently now. Errors: `DataError`."""
+        `messages`: the whole conversation. None if the template writes its beginning differently now. Errors: `DataError`."""
         ids, begun = last.generation.token_ids, len(last.messages) + 1
         ended = self.has_ended(last.generation)
         if begun == len(messages):
@@ -157,14 +157,14 @@ class Chat:
                 or (marked["content"] and _CONTENT not in marks)
             ):
                 continue
-            # The template writes no earlier reasoning.
+            # The template leaves out the reasoning of earlier replies.
             if "reasoning_content" in marked and _REASONING not in marks:
                 return None
             # The text before the marks must be the text of `last`. If the reply has no reasoning, empty thinking may differ.
             start = text.index(marks[0])
             is_bare = "reasoning_content" not in marked
-            same = is_bare and _without_thinking(text[:start]) == _without_thinking(before)
-            if not same and not text[:start].startswith(before):
+            equal = is_bare and _without_thinking(text[:start]) == _without_thinking(before)
+            if not equal and not text[:start].startswith(before):
                 return None
             # A reply that was cut off within its reasoning gets the text that the template writes behind the reasoning.
             cut = (
@@ -217,7 +217,7 @@ class Chat:
             logger.warning("a conversation is rendered again from its beginning: %s", _FORKS[cause])
 
     def _check_calls(self, tools: Sequence[Any]) -> None:
-        """Warn once if `read_calls` cannot read the form in which the template writes calls."""
+        """Warn, at the first call, if `read_calls` cannot read the form in which the template writes calls of tools."""
         if "calls" in self._logged:
             return
         self._logged.add("calls")
@@ -252,7 +252,7 @@ class Chat:
         return text
 
     def _marked(self, reply: Mapping[str, Any], ended: bool) -> list[dict[str, Any]]:
-        """The reply with marks, in the forms that templates accept. The text behind the marks has the calls only if `ended`."""
+        """The reply with marks, in the forms that templates accept. Without an end token `extend` cannot cut off text of calls."""
         marked: dict[str, Any] = {"role": "assistant", "content": _CONTENT}
         if reply.get("reasoning_content"):
             marked["reasoning_content"] = _REASONING
@@ -330,10 +330,10 @@ _KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "
 def normalise(messages: Any) -> Messages:
     """Messages of any client in one form: content is a text, arguments of calls are mappings if they can be read, no value is null.
 
-    Errors: `DataError` for what is no message, and for parts that are no text."""
+    Errors: `DataError` for a value that is not a message, and for a part of a content that is not text."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    # Objects of the clients' libraries.
+    # Clients' libraries return pydantic models.
     plain = [m.model_dump(exclude_none=True) if hasattr(m, "model_dump") else m for m in messages]
     filled = [{**m, "content": ""} if isinstance(m, Mapping) and m.get("content") is None else m for m in plain]
     check_prompt(filled)
@@ -384,7 +384,7 @@ def _without_thinking(text: str) -> str:
 
 
 class Spelling:
-    """Messages as they are compared: ids of calls do not count, and a client may leave out the reasoning of a reply."""
+    """Messages for comparisons, which ignore ids of calls. A client may leave out the reasoning of a reply."""
 
     def __init__(self, messages: Messages) -> None:
         self._keys = [(m["role"], m["content"].strip(), self._calls(m), m.get("name")) for m in messages]
@@ -394,7 +394,7 @@ class Spelling:
         return len(self._keys)
 
     def begins(self, other: Spelling) -> bool:
-        """Whether the messages of `other`, which a client sent, begin with these."""
+        """Whether the messages of `other`, which a client sent, begin with these messages."""
         pairs = zip(self._thoughts, other._thoughts, strict=False)
         return self._keys == other._keys[: len(self)] and all(
             sent is None or sent.strip() == (kept or "").strip() for kept, sent in pairs

@@ -145,7 +145,7 @@ def _give_up_rights(is_root: bool, memory: int, processes: int) -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Answer each piece of code with its output and the request's mark. Never returns."""
+    """Answer each request with the output of its code, and then with the request's first 16 bytes. Never returns."""
     # Code that reads its standard input must not read the connection.
     for number, source in ((0, os.open("/dev/null", os.O_RDWR)), (1, connection.fileno()), (2, connection.fileno())):
         os.dup2(source, number)

@@ -15,7 +15,7 @@ from asyncrl.types import SamplingParams
 from .policy import AgentEnvironment, Agents
 from .single_turn import SingleTurn
 
-# What the constructor of a class may take.
+# Arguments that the constructor of an environment's class may take.
 _AVAILABLE = ("tokenizer", "sampling", "seed", "text")
 
 
@@ -64,7 +64,7 @@ def find_environment(address: str) -> Any:
         p.name for p in inspect.signature(factory).parameters.values() if _is_required(p) and p.name not in _AVAILABLE
     ]
     if {"task", "policy"} <= set(missing):
-        raise ConfigError(f"{name} is no coroutine function; write `async def episode(task, policy)`")
+        raise ConfigError(f"{name} is not a coroutine function; write `async def episode(task, policy)`")
     if missing:
         raise ConfigError(f"{name} requires {', '.join(map(repr, missing))}; a run passes only {', '.join(_AVAILABLE)}")
     if isinstance(factory, type):
@@ -85,7 +85,7 @@ def check_environment(config: Config, passed: Any = None) -> None:
     for setting in () if is_episode(found) else ("max_turns", "tool_timeout_s", "tool_max_chars"):
         if getattr(rollout, setting) != type(rollout).model_fields[setting].default:
             raise ConfigError(
-                f"rollout.{setting} is for `async def episode(task, policy)`, but {name} is no coroutine function and makes "
+                f"rollout.{setting} is for `async def episode(task, policy)`, but {name} is not a coroutine function and makes "
                 "its own requests; remove the setting"
             )
 
@@ -97,20 +97,20 @@ def _check_run(environment: Any, name: str) -> Any:
 
 
 def is_episode(loaded: Any) -> bool:
-    """Whether this is a coroutine function, or an object whose `__call__` is one."""
+    """Whether `loaded` is a coroutine function, or an object whose `__call__` is one."""
     # ruff's B004 is meant for `hasattr(x, "__call__")` as a test for callables. Here the method itself is needed.
     methods = (loaded,) if isinstance(loaded, type) else (loaded, getattr(loaded, "__call__", None))  # noqa: B004
     return any(map(inspect.iscoroutinefunction, methods))
 
 
 def takes_policy(function: Any) -> bool:
-    """Whether a coroutine function takes a task and a policy, and not a prompt alone."""
+    """Whether `function` is a coroutine function that requires two arguments, a task and a policy."""
     parameters = inspect.signature(function).parameters.values()
     return is_episode(function) and sum(map(_is_required, parameters)) == 2
 
 
 def check_episode(function: Any, name: str) -> Any:
-    """Returns `function`. Errors: ConfigError if it is no coroutine function of two arguments."""
+    """Returns `function`. Errors: ConfigError if it is not a coroutine function of two arguments."""
     if not is_episode(function):
         raise ConfigError(f"{name} is {function!r:.80}; expected `async def episode(task, policy)`")
     try:

@@ -71,7 +71,7 @@ class Reply:
 
     @property
     def ids(self) -> list[int]:
-        """The tokens of the prompt and the reply: the beginning of a next `complete`."""
+        """The tokens of the prompt and the reply: the beginning of the next prompt of `complete`."""
         return [*self.prompt_ids.tolist(), *self.token_ids.tolist()]
 
     async def run_tools(self) -> Messages:
@@ -238,7 +238,7 @@ class AgentEnvironment:
         except Exception as error:
             if not (session.turns and _is_limit(error, session.limit)):
                 raise
-            # The coroutine was not written for this limit. What was sampled is trained.
+            # The coroutine did not catch the error of the limit. The tokens that were sampled are trained.
             agents.recorder.count("rollout/limited")
             limited, result = True, None if agents.scores else 0.0
         try:
@@ -253,7 +253,7 @@ class AgentEnvironment:
             # The coroutine has returned, so no line of the user is in the traceback.
             raise type(error)(f"{error} ({_definition(self._play)})") from None
         if limited and not session.has_all_turns:
-            # The text is too long. A limit of turns cuts no text, so the reason of the last reply stays.
+            # A limit of tokens cut the text. A limit of turns cuts no text, so the finish reason of the last reply stays.
             trajectory = replace(trajectory, finish_reason=FinishReason.LENGTH)
         return replace(trajectory, extras={**trajectory.extras, **episode.notes})
 

@@ -54,7 +54,7 @@ class Sandbox:
         output_bytes: int = 16_384,
         keep_state: bool = True,
     ) -> None:
-        self._timeout_s, self._most, self._keep_state = timeout_s, output_bytes, keep_state
+        self._timeout_s, self._output_bytes, self._keep_state = timeout_s, output_bytes, keep_state
         self._limits = (str(memory_mib << 20), str(processes))
         self._turn = asyncio.Lock()
         self._connection: socket.socket | None = None
@@ -102,15 +102,15 @@ class Sandbox:
         loop, mark, output = asyncio.get_running_loop(), secrets.token_bytes(16), bytearray()
         try:
             await loop.sock_sendall(connection, mark + len(code).to_bytes(4, "little") + code)
-            while not output.endswith(mark) and len(output) <= self._most + len(mark):
+            while not output.endswith(mark) and len(output) <= self._output_bytes + len(mark):
                 if not (piece := await loop.sock_recv(connection, 1 << 16)):
                     raise ConnectionError
                 output += piece
         except ConnectionError:
             return f"{_text(output)}\n[the Python process ended; {_LOST}]", False
         if not output.endswith(mark):
-            cause = f"the code printed more than {self._most} bytes and was ended"
-            return f"{_text(output[: self._most])}\n[{cause}; {_LOST}]", False
+            cause = f"the code printed more than {self._output_bytes} bytes and was ended"
+            return f"{_text(output[: self._output_bytes])}\n[{cause}; {_LOST}]", False
         return _text(output[: -len(mark)]), True
 
     def _start(self) -> socket.socket:

@@ -50,7 +50,7 @@ class EpisodeLimits:
 
     max_context: int  # tokens of a request's prompt and reply
     max_turns: int | None = None  # replies
-    whole: int | None = None  # tokens of all branches, which one microbatch must hold
+    total: int | None = None  # tokens of all branches, which one microbatch must hold
 
     @classmethod
     def of(cls, config: Config) -> EpisodeLimits:
@@ -105,7 +105,7 @@ class TokenTree:
         return int(path[-1])
 
     def known(self, prompt_ids: Int32Array, through: int = -1) -> int:
-        """How many tokens of a prompt are in the tree."""
+        """The number of a prompt's first tokens that are in the tree."""
         return self._longest_beginning(prompt_ids, through)[0]
 
     def path(self, last: int) -> Int32Array:
@@ -182,9 +182,9 @@ class Session:
         self._exchanges: list[tuple[RecordedTurn, list[Spelling], int, str]] = []
         self._numbers: dict[bytes, set[int]] = {}  # branch and prompt -> numbers of the equal requests
         self.limit: str | None = None  # the newest error of a limit
-        # Replies and running requests, and tokens that the running requests may add.
+        # The number of replies and running requests; and the tokens that running requests may add.
         self._started = self._expected = 0
-        self._ended = anyio.Event()  # set when a running request ends
+        self._request_ended = anyio.Event()  # set when a running request ends
         # In the order in which the replies arrived.
         self._answered: list[_AnsweredRequest] = []
         self._complete = True  # the tree has no forgotten reply
@@ -193,12 +193,12 @@ class Session:
 
     @property
     def has_all_turns(self) -> bool:
-        """Whether the episode has had as many replies as `rollout.max_turns` allows."""
+        """Whether replies and running requests are as many as `rollout.max_turns` allows."""
         return self._limits.max_turns is not None and self._started >= self._limits.max_turns
 
     @property
     def turns(self) -> int:
-        """Number of replies so far that have a token."""
+        """Number of replies so far that have at least one token."""
         return sum(request.generation.token_ids.size > 0 for request in self._answered)
 
     def encode(self, text: str) -> Int32Array:
@@ -241,7 +241,7 @@ class Session:
                 "(/v1/completions), or a model with a template"
             )
         messages, tools = normalise(messages), self.format.tools if tools is None else normalise_tools(tools)
-        last, through, prompt_ids, messages = self._place(messages, tools, branch)
+        last, through, prompt_ids, messages = self._find_continued(messages, tools, branch)
         generation, end = await self._sample(prompt_ids, sampling or self.sampling, branch, through)
         # Some templates want ids of 9 letters and digits.
         reply = self.format.parse(prompt_ids, generation, tools, call_id=f"c{end:06d}")
@@ -297,7 +297,7 @@ class Session:
                 self._complete = False
 
     def _in_order(self) -> TokenTree:
-        """The tree as if replies had arrived in the order of their requests. Credit must not depend on which branch is faster."""
+        """The tree as if replies had arrived in the order of their requests. It must not depend on the speed of branches."""
         old, requests = self._tree, sorted(self._answered)
         if self._complete and requests == self._answered:
             return old
@@ -323,7 +323,7 @@ class Session:
         """The reply, and the index of its last token in the tree."""
         key = b"\0".join((branch.encode(), prompt_ids.tobytes()))
         request_number = next(self._requests)
-        added, room = await self._reserve(prompt_ids, sampling, through)
+        added, room = await self._wait_for_room(prompt_ids, sampling, through)
         numbers = self._numbers.setdefault(key, set())
         number = next(n for n in range(len(numbers) + 1) if n not in numbers)
         numbers.add(number)
@@ -349,14 +349,14 @@ class Session:
             raise
         finally:
             self._expected -= added + new
-            self._ended.set()
-            self._ended = anyio.Event()
+            self._request_ended.set()
+            self._request_ended = anyio.Event()
         # The tree has the experts.
         generation = replace(generation, routed_experts=None)
         self._answered.append(_AnsweredRequest(request_number, end, through, generation))
         return generation, end
 
-    async def _reserve(self, prompt_ids: Int32Array, sampling: SamplingParams, through: int) -> tuple[int, int]:
+    async def _wait_for_room(self, prompt_ids: Int32Array, sampling: SamplingParams, through: int) -> tuple[int, int]:
         """(tokens of the prompt that are not in the tree, most tokens of the reply). A request beyond a limit waits for the
         running requests: an error now could end the episode before its first reply, and a request that ends may leave room.
 
@@ -369,7 +369,7 @@ class Session:
                 if not self._expected:
                     self.limit = str(error)
                     raise
-            await self._ended.wait()
+            await self._request_ended.wait()
 
     def _room(self, prompt_ids: Int32Array, sampling: SamplingParams, added: int) -> int:
         """Most tokens of a reply, at least one. `added`: tokens of the prompt that are not in the tree.
@@ -389,14 +389,14 @@ class Session:
                 "reply; end the episode, shorten its messages, or raise the setting"
             )
         room = limits.max_context - prompt_ids.size
-        if limits.whole is not None:
+        if limits.total is not None:
             tokens = self._tree.tokens.size + self._expected + added
-            if tokens >= limits.whole:
+            if tokens >= limits.total:
                 raise EpisodeLimit(
                     f"all branches of the episode would have {tokens} tokens, running requests included; "
-                    f"train.tokens_per_microbatch allows {limits.whole}; end the episode, or raise the setting"
+                    f"train.tokens_per_microbatch allows {limits.total}; end the episode, or raise the setting"
                 )
-            room = min(room, limits.whole - tokens)
+            room = min(room, limits.total - tokens)
         if self._temperature is None:
             self._temperature = sampling.temperature
         if sampling.temperature != self._temperature:
@@ -406,19 +406,19 @@ class Session:
             )
         return room
 
-    def _place(
+    def _find_continued(
         self, messages: Messages, tools: list[Any], branch: str
     ) -> tuple[RecordedTurn | None, int, Int32Array, Messages]:
-        """(the exchange that is continued, its last token, token ids of the request, messages with the recorded replies)."""
+        """(the recorded turn that is continued, its last token, token ids of the request, messages with the recorded replies)."""
         best: tuple[tuple[int, bool, int], RecordedTurn, int, Messages] | None = None
         sent = Spelling(messages)
         for number, (exchange, spellings, end, of_branch) in enumerate(self._exchanges):
             for spelling in spellings:
                 if not spelling.begins(sent):
                     continue
-                rank = (len(spelling), of_branch == branch, number)
-                if best is None or rank > best[0]:
-                    best = rank, exchange, end, [*exchange.messages, exchange.reply, *messages[len(spelling) :]]
+                priority = (len(spelling), of_branch == branch, number)
+                if best is None or priority > best[0]:
+                    best = priority, exchange, end, [*exchange.messages, exchange.reply, *messages[len(spelling) :]]
         cause = "messages"
         if best is not None:
             _, exchange, end, messages = best
@@ -427,9 +427,9 @@ class Session:
             if ids is not None:
                 return exchange, end, ids, messages
             cause = "template" if exchange.tools == tools else "tools"
-        asked = any(exchange.messages == messages for exchange, *_ in self._exchanges)
-        begun = best is not None or any(of_branch == branch for *_, of_branch in self._exchanges)
-        if begun and not asked:
+        is_repeated = any(exchange.messages == messages for exchange, *_ in self._exchanges)
+        has_history = best is not None or any(of_branch == branch for *_, of_branch in self._exchanges)
+        if has_history and not is_repeated:
             self.format.count_fork(cause)
         return None, -1, self.format.render(messages, tools), messages
 

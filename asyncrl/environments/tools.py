@@ -4,7 +4,7 @@
     calls of a reply --> `Toolbox.run` --> one message for each call, in the order of the calls
 
 The model may write anything as the arguments of a call, and a tool may do anything. Each failure becomes a short text for the model
-and a count `tools/NAME/...`, and no exception of the episode.
+and a count `tools/NAME/...`. No failure raises an exception in the episode.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def as_tool(tool: AnyTool) -> Tool:
     name = getattr(tool, "__name__", "")
     if not callable(tool) or not name.isidentifier():
         raise ConfigError(f"{tool!r:.80} is no tool; give a function with a name, or an asyncrl.Tool")
-    # A method is a new object each time it is read.
+    # A method is a new object each time it is read, so `_checked` is cached by its function.
     function = getattr(tool, "__func__", tool)
     schema, checked = _checked(function)
     return Tool(name, schema, checked if function is tool else partial(checked, tool.__self__))  # type: ignore[attr-defined]  # a method
@@ -95,11 +95,11 @@ class CallRefused(Exception):
 class Toolbox:
     """Runs the calls of tools, with the limits and the counts of a run."""
 
-    def __init__(self, timeout_s: float, most_characters: int, recorder: Recorder) -> None:
-        """`timeout_s`: the deadline of one call. `most_characters`: a longer result is cut."""
-        self._timeout_s, self._most = timeout_s, most_characters
+    def __init__(self, timeout_s: float, max_chars: int, recorder: Recorder) -> None:
+        """`timeout_s`: the deadline of one call. `max_chars`: a longer result is cut."""
+        self._timeout_s, self._max_chars = timeout_s, max_chars
         self._recorder = recorder
-        self._places = asyncio.Semaphore(MOST_THREADS)
+        self._thread_limit = asyncio.Semaphore(MOST_THREADS)
         self._idle: list[StandbyThread] = []
         self._closed = False
         self._logged = set[str]()
@@ -114,7 +114,7 @@ class Toolbox:
         name = str(function.get("name"))
         tool = tools.get(name)
         if tool is None:
-            # The name is the model's, so it becomes no name of a metric.
+            # The model made up the name, so no metric is named after it.
             self._recorder.count("tools/unknown")
             text = f"Error: there is no tool {name!r:.80}; the tools are: {', '.join(tools) or 'none'}"
         else:
@@ -143,9 +143,9 @@ class Toolbox:
                 words = "the tool %s raised; the model reads the error, and later errors of this tool are only counted"
                 logger.warning(words, tool.name, exc_info=error)
             return f"Error: {'' if refused else f'{type(error).__name__}: '}{_brief(error)}"
-        if len(text) > self._most:
+        if len(text) > self._max_chars:
             self._recorder.count(f"tools/{tool.name}/cut")
-            text = f"{text[: self._most]}\n[cut: the first {self._most:,} of {len(text):,} characters]"
+            text = f"{text[: self._max_chars]}\n[cut: the first {self._max_chars:,} of {len(text):,} characters]"
         return text
 
     async def _call(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
@@ -166,8 +166,8 @@ class Toolbox:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        """A thread cannot be stopped. So a call that is given up keeps its place among `MOST_THREADS` until it ends."""
-        await self._places.acquire()
+        """Call on a thread, which cannot be stopped. So a call that is given up counts in `MOST_THREADS` until it ends."""
+        await self._thread_limit.acquire()
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         # The start of a thread blocks the loop until the thread runs, so threads are kept.
         thread = self._idle.pop() if self._idle else StandbyThread("asyncrl-tool")
@@ -176,7 +176,7 @@ class Toolbox:
 
         def finish() -> None:
             self._idle.append(thread)
-            self._places.release()
+            self._thread_limit.release()
             if self._closed:
                 self.close()
             if not done.done():
@@ -208,7 +208,7 @@ def _arguments(written: Any) -> dict[str, Any]:
         try:
             written = json.loads(written)
         except (ValueError, RecursionError) as error:
-            raise CallRefused(f"the arguments are no JSON: {error}") from None
+            raise CallRefused(f"the arguments are not valid JSON: {error}") from None
     written = written or {}
     if not isinstance(written, Mapping):
         raise CallRefused(

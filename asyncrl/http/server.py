@@ -50,7 +50,7 @@ PAUSE_S = 5.0
 _LINGER_S = 1.0
 # Time limit of requests that run when the server closes.
 _SHUTDOWN_S = 5.0
-# Pause before another try, because no event reports a free descriptor.
+# Pause before the next try to accept: no event reports that a descriptor is free.
 _RETRY_S = 0.1
 _BACKLOG = 128
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -72,10 +72,10 @@ def _is_shown(record: logging.LogRecord) -> bool:
 log.addFilter(_is_shown)
 
 
-def most_connections(most: int = MOST_CONNECTIONS) -> int:
-    """`most`, but at most a quarter of this process's descriptors; the run needs the rest."""
+def most_connections(limit: int = MOST_CONNECTIONS) -> int:
+    """`limit`, but at most a quarter of this process's descriptors; the run needs the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft // 4))
+    return limit if soft == resource.RLIM_INFINITY else max(1, min(limit, soft // 4))
 
 
 def reply(code: int, **fields: Any) -> web.Response:
@@ -88,11 +88,11 @@ def refusal(error: Refused, _: web.BaseRequest) -> web.Response:
     return reply(error.status, status=error.state, message=str(error))
 
 
-async def receive(request: web.BaseRequest, most: int, count: Callable[[int], None] = lambda _: None) -> bytearray:
+async def receive(request: web.BaseRequest, max_bytes: int, count: Callable[[int], None] = lambda _: None) -> bytearray:
     """The body, not decompressed. `count` is called with the size of each piece and may raise Refused.
-    Errors: Refused: the body has more than `most` bytes (413), is slow (408) or cut off (400)."""
-    too_long = Refused(413, f"the body has more than {most:,} bytes; send less in one request")
-    if (request.content_length or 0) > most:
+    Errors: Refused: the body has more than `max_bytes` bytes (413), is slow (408) or cut off (400)."""
+    too_long = Refused(413, f"the body has more than {max_bytes:,} bytes; send less in one request")
+    if (request.content_length or 0) > max_bytes:
         raise too_long
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -107,7 +107,7 @@ async def receive(request: web.BaseRequest, most: int, count: Callable[[int], No
                 if not piece:
                     return body
                 body += piece
-                if len(body) > most:
+                if len(body) > max_bytes:
                     raise too_long
                 count(len(piece))
     except TimeoutError:
@@ -120,7 +120,7 @@ async def receive(request: web.BaseRequest, most: int, count: Callable[[int], No
 class _Connections(web.Server):
     """aiohttp's server, with a limit of open connections."""
 
-    def __init__(self, handler: Handler, most: int) -> None:
+    def __init__(self, handler: Handler, limit: int) -> None:
         super().__init__(
             handler,
             access_log=None,
@@ -133,7 +133,7 @@ class _Connections(web.Server):
             keepalive_timeout=IDLE_S,
             lingering_time=_LINGER_S,
         )
-        self.limit = asyncio.Semaphore(most)
+        self.limit = asyncio.Semaphore(limit)
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
@@ -158,7 +158,7 @@ class HttpServer:
         self._access = access
         self._routes = routes
         self._refusal = refusal
-        self._most = connections
+        self._max_connections = connections
         # Connections whose request is being handled.
         self._busy: set[Any] = set()
         self._listening: list[socket.socket] = []
@@ -207,7 +207,7 @@ class HttpServer:
             sockets = stack.enter_context(ExitStack())
             for listener in listening:
                 sockets.enter_context(listener)
-            self._server = _Connections(self._answer, most_connections(self._most))
+            self._server = _Connections(self._answer, most_connections(self._max_connections))
             stack.push_async_callback(self._end_connections)
             tasks = await stack.enter_async_context(plain_task_group())
             tasks.start_soon(self._run, listening, sockets.pop_all())

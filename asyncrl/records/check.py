@@ -42,7 +42,7 @@ class Limits:
     """Limits of a run for a trajectory. None means no limit."""
 
     longest: int | None = None  # tokens of one path of a trajectory
-    whole: int | None = None  # tokens of all branches of a trajectory
+    total: int | None = None  # tokens of all branches of a trajectory
     vocabulary: int | None = None  # token ids must be smaller
     # (layers, experts per token, experts), if the run replays routes. None: the trajectory must have no routes.
     routes: tuple[int, int, int] | None = None
@@ -157,9 +157,9 @@ def _check_lengths(t: Trajectory, limits: Limits, label: str) -> None:
             f"{label}: a path has {t.longest_path} tokens; this run takes 1 to {limits.longest} (rollout.max_context, or "
             "data.max_prompt_tokens + rollout.max_tokens)"
         )
-    if limits.whole is not None and t.tokens.size > limits.whole:
+    if limits.total is not None and t.tokens.size > limits.total:
         raise DataError(
-            f"{label}: all branches have {t.tokens.size} tokens; this run takes 1 to {limits.whole} "
+            f"{label}: all branches have {t.tokens.size} tokens; this run takes 1 to {limits.total} "
             "(train.tokens_per_microbatch)"
         )
 

@@ -75,7 +75,7 @@ class Record:
 def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None) -> Record:
     """The record at the start of `buffer`.
 
-    `sequence`: the sequence number that the ring expects.
+    `sequence`: the sequence number that the ring expects; None: any.
     Errors: RecordError for a record that is torn, damaged, of another sequence, or for newer readers only.
     """
     view = memoryview(buffer).toreadonly()
@@ -88,7 +88,7 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None)
     if magic != MAGIC:
         raise RecordError(f"no record begins here: magic {magic:#010x}, expected {MAGIC:#010x}")
     if oldest > VERSION:
-        raise RecordError(f"written by schema version {version} for readers from {oldest} on; this one reads {VERSION}")
+        raise RecordError(f"written by schema version {version} for readers from {oldest} on; this reader: {VERSION}")
     table_end = header_bytes + entry_bytes * sections
     if header_bytes < HEADER.size or entry_bytes < ENTRY.size or not table_end <= record_bytes <= len(view):
         raise RecordError(

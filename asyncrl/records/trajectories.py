@@ -125,7 +125,7 @@ def is_whole_group(trajectories: Sequence[Trajectory]) -> bool:
 
 
 def group_metadata(record: Record) -> dict[str, Any]:
-    """The metadata of the group; empty if there are none. Errors: RecordError for bytes that are no JSON object."""
+    """The metadata of the group; empty if the record has none. Errors: RecordError for bytes that are not a JSON object."""
     raw = record.strings.get(Section.GROUP_METADATA)
     return {} if raw is None else _json(bytes(raw), Section.GROUP_METADATA, dict)
 
@@ -204,7 +204,7 @@ def _json(raw: bytes, section: int, *types: type) -> Any:
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"section {Section(section).name} is no JSON: {error}") from None
+        raise RecordError(f"section {Section(section).name} is not valid JSON: {error}") from None
     if not isinstance(value, types):
         names = " or ".join(expected.__name__ for expected in types)
         raise RecordError(f"section {Section(section).name}: JSON of a {names} expected, found {raw[:80]!r}")

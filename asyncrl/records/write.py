@@ -76,7 +76,7 @@ class Plan:
         self.size = size
 
     def record(self) -> bytearray:
-        """The record as bytes of this process."""
+        """The record in a new bytearray."""
         record = bytearray(self.size)
         self.write(memoryview(record))
         return record
@@ -235,9 +235,9 @@ def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, An
     if array.dtype.kind not in "biuf" or (dtype.kind in "iub" and array.dtype.kind == "f" and array.size):
         raise RecordError(f"section {_name(section)}: {dtype} expected, found {array.dtype}")
     if dtype.kind in "iub" and array.size and array.dtype.kind != "b":
-        least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        lowest, highest = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         low, high = int(array.min()), int(array.max())
-        if low < least or high > most:
+        if low < lowest or high > highest:
             raise RecordError(f"section {_name(section)}: values {low}..{high} do not fit into {dtype}")
     return array.astype(dtype)
 

@@ -56,7 +56,7 @@ class Answer:
 
     # One list for each component.
     scores: list[list[float | None]]
-    # The rewards of the replies, where the function gave them.
+    # For each component and completion: the rewards of its replies, or None if the function gave one number.
     by_turn: Sequence[list[list[float] | None]]
     # (number of the component, index of the completion, text of the value) for each value that is not a score.
     invalid: Sequence[tuple[int, int, str]] = ()
@@ -99,9 +99,9 @@ def trl_arguments(prompt: Prompt, trajectories: Sequence[Trajectory], generation
     arguments["num_turns"] = [1 if t.turns is None else int(t.turns.size) for t in trajectories]
     messages = [[] if isinstance(t.completion, str) else t.completion for t in trajectories]
     arguments["tool_calls"] = [[call for each in m for call in each.get("tool_calls") or ()] for m in messages]
-    own = "own/"
+    prefix = "own/"
     arguments["notes"] = [
-        {k.removeprefix(own): v for k, v in t.extras.items() if k.startswith(own)} for t in trajectories
+        {k.removeprefix(prefix): v for k, v in t.extras.items() if k.startswith(prefix)} for t in trajectories
     ]
     return arguments
 
@@ -114,7 +114,7 @@ def with_scores(
     by_turn: Mapping[str, list[float] | None] | None = None,
 ) -> Trajectory:
     """A copy of the trajectory with the scores as components, with the extras, and with the weighted sum of the scores added to
-    the reward. `by_turn`: the scores that are sums over the replies, as lists. Errors: ValueError for an infinite score."""
+    the reward. `by_turn`: the rewards of replies whose sum is a score. Errors: ValueError for an infinite score."""
     reward = combine_components(scores, weights)
     if trajectory.reward is not None:
         reward = trajectory.reward + (reward or 0.0)

@@ -57,7 +57,7 @@ class _FailedRequest(Exception):
 @dataclass(frozen=True)
 class Judge:
     """A reward function that returns for each completion a mapping with the score of each criterion, in [0, 1], and with `score`,
-    the weighted sum. `criteria` is one text, or name -> text. See `JudgeConfig` for the other fields."""
+    the weighted sum. `timeout_s` and `retries` are of one request. `key` is used if `key_env` is None. Rest: see `JudgeConfig`."""
 
     url: str
     criteria: Mapping[str, str] | str
@@ -169,14 +169,14 @@ class Judge:
         return {"score": sum(self.weights.get(name, 1.0) * value for name, value in scores.items()), **scores}
 
     async def _post(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of one reply. Errors: _FailedRequest; ValueError for a reply that is no chat completion."""
+        """The text of one reply. Errors: _FailedRequest; ValueError for a reply that is not a chat completion."""
         import aiohttp
 
         loop = asyncio.get_running_loop()
         client, _ = _clients.get(loop, (None, None))
         if client is None:
             opened = _open_client()
-            # The generator is kept: it would be ended with its last reference.
+            # Without a reference to the generator, Python would end it and so close the client.
             client = await anext(opened)
             _clients[loop] = client, opened
         model = {} if self.model is None else {"model": self.model}

@@ -67,7 +67,7 @@ logger = logging.getLogger("asyncrl.rewards")
 
 CLOSE_GRACE_S = 3.0  # for idle workers to end or to be killed
 CANCEL_GRACE_S = 5.0  # for a coroutine to end after it was cancelled
-LOAD_S = 300.0  # for a worker to import the functions, at most
+LOAD_S = 300.0  # for a worker to import the functions
 # Later workers have ten times as long as the worker before them took, but at least RELOAD_S and at most LOAD_S.
 RELOAD_S = 60.0
 MOST_STARTS = 3  # tries to start one successor
@@ -79,7 +79,7 @@ OnError: TypeAlias = Literal["fail", "none", "zero"]
 
 
 def configured_rewards(config: RewardConfig, functions: Sequence[RewardSpec] = ()) -> list[RewardSpec]:
-    """The functions and judges of the configuration. `functions`: used instead of the functions. Errors: ConfigError."""
+    """The configured functions and judges. `functions`, if not empty, replace the configured functions. Errors: ConfigError."""
     specs = [*functions] or [RewardSpec(f.function, f.weight, f.name, f.components) for f in config.functions]
     for each in config.judge:
         fields = each.model_dump(exclude={"name", "weight", "criteria"})
@@ -98,7 +98,7 @@ class _PoolState(Enum):
 
 
 class RewardPool:
-    """See the module docstring. `timeout_s` is the deadline of one call of one function on one group, in seconds.
+    """See the module docstring. `timeout_s` is the deadline of one call of a function, in seconds.
 
     `on_error` decides what happens if a function raises, crashes or misses its deadline. `fail` raises. `none` and `zero` log the
     error, count it as `reward/{fn}/errors`, and set the component to "not applicable" or to 0. A worker is replaced after it gained
@@ -129,7 +129,7 @@ class RewardPool:
         self._max_calls = max_calls
         self._concurrency = concurrency
         self._retries = retries
-        self._jitter = random.Random()  # not the one that a user seeds
+        self._jitter = random.Random()  # not Python's global one, which a user may seed
         # Callers wait here for a worker, in order.
         self._coroutine_turn, self._blocking_turn = anyio.Lock(), anyio.Lock()
         self._changed = anyio.Event()
@@ -152,7 +152,7 @@ class RewardPool:
     def from_config(
         cls, config: RewardConfig, recorder: Recorder | None = None, functions: Sequence[RewardSpec] = ()
     ) -> RewardPool:
-        """`functions`: used instead of the functions of the configuration."""
+        """`functions`, if not empty, replace the functions of the configuration."""
         specs = configured_rewards(config, functions)
         limits = (config.worker_max_mib, config.worker_max_calls, config.concurrency, config.retries)
         return cls(specs, config.workers, config.timeout_s, config.on_error, recorder, *limits)
@@ -364,13 +364,13 @@ class RewardPool:
     def _with_room(self, call: RewardCall) -> RewardWorker | None:
         """The usable worker with the fewest calls. A worker that ended while it was idle is not usable."""
         # A blocking call stops the coroutines of its worker, so their number does not matter.
-        most = math.inf if call.alone else max(0, self._concurrency - call.size)
+        most_running = math.inf if call.alone else max(0, self._concurrency - call.size)
         fit = [
             process
             for process in self._alive
             if process.serving
             and process.usable
-            and (not process.calls or sum(c.size for c in process.calls) <= most)
+            and (not process.calls or sum(c.size for c in process.calls) <= most_running)
             and not any(c.alone for c in process.calls)
         ]
         return min(fit, key=lambda process: (len(process.calls), process.slot), default=None)

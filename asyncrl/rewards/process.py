@@ -66,7 +66,7 @@ class RewardWorker:
         self._last_id = 0
         # Replies by request. The result None means that the worker died first.
         self._replies: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
-        # What the worker did wrong if it was killed for breaking the protocol: the exit status does not tell.
+        # How the worker broke the protocol, if it was killed for that: its exit status does not say so.
         self._status = ""
         self._grown = 0
         self._wear_start = (0, 0)
@@ -131,7 +131,7 @@ class RewardWorker:
         ]
 
     def send(self, request: dict[str, Any]) -> int:
-        """Returns the number of the request, for `reply` and `cancel`."""
+        """Send a request. Returns its number, for `reply` and `cancel`."""
         data = cloudpickle.dumps(request, protocol=5)
         self._last_id += 1
         reply = self._replies[self._last_id] = self._loop.create_future()

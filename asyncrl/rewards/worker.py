@@ -76,14 +76,14 @@ class Log:
         self._extras: dict[str, list[Any]] = {}
 
     def metric(self, name: str, value: Any) -> None:
-        """A number of this call; several under one name are averaged."""
+        """Log a number of this call. The mean of all numbers under one name is kept."""
         number = as_number(value)
         if number is None:
             raise UsageError(f"log_metric({name!r}, ...) was given {brief(value)}; expected a number")
         self._metrics.setdefault(str(name), []).append(number)
 
     def extra(self, column: str, values: Any) -> None:
-        """All calls for one column together give one value for each completion, in their order."""
+        """Log values of a column. All calls together must give one value for each completion, in order."""
         self._extras.setdefault(str(column), []).extend(values)
 
     def columns(self, completions: int) -> dict[str, list[Any]]:
@@ -173,18 +173,18 @@ def describe_error(error: BaseException, loading: bool) -> dict[str, str]:
     An error while loading is one line with its place, because the traceback of an import is mostly Python's own.
     """
     message = f"{type(error).__name__}: {error}"
-    shown: BaseException | None = error
+    traced: BaseException | None = error
     if loading:
-        message, shown = imports.raised(error), None
+        message, traced = imports.raised(error), None
     # Our own errors need no traceback; an error of the user, if there is one, is the cause.
     if isinstance(error, (UsageError, ConfigError)):
-        message, shown = str(error), None if loading else error.__cause__
+        message, traced = str(error), None if loading else error.__cause__
     text = ""
-    if shown is not None:
-        frames = shown.__traceback__
+    if traced is not None:
+        frames = traced.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in _OUR_FILES:
             frames = frames.tb_next
-        text = "".join(traceback.format_exception(type(shown), shown, frames))
+        text = "".join(traceback.format_exception(type(traced), traced, frames))
     return {"message": _utf8(message), "traceback": _utf8(text)}
 
 
@@ -355,7 +355,7 @@ def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turn_rewards(value: Any, turns: int) -> list[float] | None:
-    """The rewards of the replies, if `value` is a list with a finite number for each. `turns`: 0 if replies are not told apart."""
+    """The rewards of the replies, if `value` is a list with a finite number for each. `turns`: their number; 0: not recorded."""
     values = plain(value)
     if not turns or not isinstance(values, (list, tuple)) or len(values) != turns:
         return None

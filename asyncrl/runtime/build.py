@@ -217,14 +217,14 @@ async def _open_gather(run: OpenRun) -> Gather:
 def _limits(run: OpenRun) -> Limits:
     policy, config = run.policy, run.config
     # A trajectory is not split over microbatches, so a longer trajectory would need more memory than was predicted.
-    whole = max(row_limit(config), config.train.tokens_per_microbatch)
+    total = max(row_limit(config), config.train.tokens_per_microbatch)
     if (model := run.model_description) is not None:
-        return Limits(whole=whole, vocabulary=model["vocabulary"], routes=model["routes"] and tuple(model["routes"]))
+        return Limits(total=total, vocabulary=model["vocabulary"], routes=model["routes"] and tuple(model["routes"]))
     if policy is None:
-        return Limits(whole=whole)
+        return Limits(total=total)
     shape = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
     routes = None if shape is None else (shape.layers, shape.k, shape.experts)
-    return Limits(whole=whole, vocabulary=int(policy.config.get_text_config().vocab_size), routes=routes)
+    return Limits(total=total, vocabulary=int(policy.config.get_text_config().vocab_size), routes=routes)
 
 
 def _reward_functions(run: OpenRun) -> RewardPool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 MOST_POINTS = 4_000  # of a curve: more than a screen has columns
-# With this many curves only shares of the time get new ones: environments and producers may invent any number of names.
+# With this many curves only shares of the time get another curve: environments and producers may invent any number of names.
 MOST_NAMES = 1_000
 
 
@@ -26,7 +26,7 @@ def _accounted(name: str) -> str:
 
 
 class Curves:
-    """Sums of the lines of each point. All points but the last have equally many lines. Too many points: neighbours merge.
+    """Sums over `lines_per_point` lines for each point; the last may have fewer lines. Beyond `most_points`, points merge in pairs.
 
     Shares of the time are weighted by the seconds of their lines. A share that is missing in a line is 0 there.
     """
@@ -96,7 +96,7 @@ class Curves:
 
 
 def _pairs(values: array[Any]) -> np.ndarray[Any, Any]:
-    """The sums of neighbours."""
+    """The sum of each two neighbours."""
     added = np.array(values)
     return added[::2] + added[1::2]  # type: ignore[no-any-return]  # numpy types the sum of two arrays as Any
 

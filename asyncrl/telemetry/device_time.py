@@ -5,8 +5,8 @@
 
 * Only `finish` waits for the end of work. Pairs of events are resolved in the order of their closures. Their events are reused.
   If `MAX_PENDING` pairs are unresolved, or after an error of the device, further closures count with the host's time.
-* A closure is busy from the end of all earlier work, but not before the host starts it, to the end of its last kernel. Gaps
-  between its own kernels count as busy. Work on a stream that the lane's stream does not wait for is not seen.
+* A closure counts as busy from the end of all earlier work to the end of its last kernel, but never before the host starts it. Gaps
+  between its kernels count as busy. Work on a stream that the lane's stream does not wait for is not seen.
 * Only the lane's thread records. While a closure runs no other thread queries, because a query may break a capture of a CUDA graph.
 
 The clock. If all pairs are resolved at the begin of a closure, the stream is empty, and the device reaches the event at once. That
@@ -54,7 +54,7 @@ class EventPair:
 
 class DeviceTimes:
     """The closures of one lane. `store` gets name, begin and end on the device, and begin and end on the host. `observe` gets how
-    far the two clocks went apart, in seconds. Both are called with a lock held."""
+    far the two clocks drifted apart, in seconds. Both are called with a lock held."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class DeviceTimes:
         self._running: EventPair | None = None
         self._in_closure = False
         self._free: list[DeviceEvent] = []
-        self._reference: tuple[DeviceEvent, float] | None = None
-        self._former: tuple[DeviceEvent, float] | None = None
+        self._reference: tuple[DeviceEvent, float] | None = None  # (event, host's time right before it)
+        self._former: tuple[DeviceEvent, float] | None = None  # until it is compared with `_reference`
         self._last_end = float("-inf")
         self._failed = False
 

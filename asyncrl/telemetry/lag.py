@@ -1,6 +1,6 @@
 """Measures how late the event loop is, and finds the code that blocked the loop.
 
-`monitor` sleeps for `interval` seconds again and again, and measures how much later it wakes. Two metrics have the lateness:
+`monitor` sleeps for `interval` seconds again and again, and measures how late it wakes. Two metrics have the lateness:
 `loop/lag_ms_p99` of a step (with fewer than 100 samples, the largest sample), and `loop/lag_ms_p99_run` of the whole run.
 
 While `monitor` does not wake, a thread samples the stack of the event loop's thread. So the report can say "event loop blocked
@@ -89,7 +89,7 @@ class BlockSampler:
     """
 
     def __init__(self, clock: Callable[[], float], allowed_s: float, report: Callable[[str], None]) -> None:
-        """`report` is called on the sampler's thread, once for a block of `_STILL_BLOCKED_S`."""
+        """`report` is called on the sampler's thread, once for each block of more than `_STILL_BLOCKED_S`."""
         self._clock, self._report = clock, report
         self._allowed_s = allowed_s
         self._watched = threading.get_ident()

@@ -193,7 +193,7 @@ class Recorder:
         return Span(self, name, LANE_PREFIX + lane, None, lane, None)
 
     def lane_resumed(self, lane: str, ended: float) -> None:
-        """Call this when the caller of a closure resumes. The time since the closure `ended` is recorded with the cause `loop`."""
+        """Call this when the caller of a closure resumes. The time since `ended`, the closure's end, has the cause `loop`."""
         now = self.clock()
         self._add_idle("loop", lane, ended, now)
         self.observe("lane/resume_ms", 1e3 * max(0.0, now - ended))
@@ -232,7 +232,7 @@ class Recorder:
                 self._user_wait = None
 
     def idle(self, cause: Cause, start: float, end: float) -> None:
-        """Record idle time of all lanes after its end."""
+        """Record an interval of idle time of all lanes, after the interval has ended."""
         self._add_idle(cause, None, start, end)
 
     def active_waits(self) -> list[Wait]:

@@ -109,7 +109,7 @@ def _omissions(curves: Curves) -> list[str]:
     lines = [] if steps == 1 else [f"A long run: each point of a curve is the mean of {steps} steps."]
     if curves.first_omitted:
         lines.append(
-            f"More than {MOST_NAMES:,} metrics: further ones have no curves (the first is {curves.first_omitted})."
+            f"More than {MOST_NAMES:,} metrics: further metrics have no curves (the first of them is {curves.first_omitted})."
         )
     return lines
 
@@ -200,9 +200,9 @@ def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
     return sets, [low, high] if low <= high else [0.0, 0.0]
 
 
-def _spread(size: int, most: int) -> list[int]:
-    """Up to `most` of the indices below `size`, evenly spaced, with the first and the last."""
-    count = min(most, size)
+def _spread(size: int, limit: int) -> list[int]:
+    """Up to `limit` of the indices below `size`, evenly spaced, with the first and the last."""
+    count = min(limit, size)
     return sorted({round(number * (size - 1) / max(1, count - 1)) for number in range(count)})
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 COUNT = "reward/steps_without_signal"
 CLIPPED = "completions/steps_clipped"
 # A `completions/clipped_ratio` of at least this is worth a warning, also where rewards differ.
-MOST_CLIPPED = 0.9
+LARGE_CLIPPED_RATIO = 0.9
 # Metrics that count what the texts of completions lack -> (what is missing, what to do). See data/texts.py.
 LACKING: Mapping[str, tuple[str, str]] = {
     "text/openings_left_out": (
@@ -57,7 +57,7 @@ class SignalWatch:
         if self._within_groups and not flat:
             flat = metrics["frac_reward_zero_std"] == 1
         self._flat_steps = self._flat_steps + 1 if flat else 0
-        clipped = self._should_end and metrics.get("completions/clipped_ratio", 0.0) >= MOST_CLIPPED
+        clipped = self._should_end and metrics.get("completions/clipped_ratio", 0.0) >= LARGE_CLIPPED_RATIO
         self._clipped_steps = self._clipped_steps + 1 if clipped else 0
         return {COUNT: float(self._flat_steps), CLIPPED: float(self._clipped_steps)}
 
@@ -117,7 +117,7 @@ def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:
     failed = _failed(metrics)
     if failed or metrics.get("completions/max_length", 2.0) <= 1:
         return [failed or _FIRST_TOKEN_REASON]
-    many_cut = metrics.get("completions/clipped_ratio", 0.0) >= MOST_CLIPPED
+    many_cut = metrics.get("completions/clipped_ratio", 0.0) >= LARGE_CLIPPED_RATIO
     reasons = [_describe_share_cut(metrics, known)] if many_cut else []
     if limited := metrics.get("rollout/limited"):
         reasons.append(

@@ -32,7 +32,7 @@ class Samples:
 
     def _combine(self, count: int, total: float) -> None:
         self._count += count
-        # `min` and `max` would drop a NaN in one of the two orders.
+        # Whether `min` and `max` return a NaN depends on its position. A sum with a NaN is always NaN.
         if self._reduce not in ("min", "max") or math.isnan(total) or math.isnan(self._total):
             self._total += total
         else:

@@ -392,7 +392,7 @@ def test_any_sequence_of_requests_is_recorded_exactly(family: str, steps: list[t
             naive.add(request.prompt_ids.tolist(), generation.token_ids.tolist())
         assert trajectory.tokens.size == naive.size
         assert len({(request.seed) for request in script.requests}) == len(script.requests)
-        check_trajectory(trajectory, Limits(longest=5000, whole=None, vocabulary=None, routes=(2, 1, 100)))
+        check_trajectory(trajectory, Limits(longest=5000, total=None, vocabulary=None, routes=(2, 1, 100)))
 
     asyncio.run(play())
 

@@ -139,11 +139,11 @@ def test_what_is_not_json_or_not_finite_is_refused() -> None:
 @pytest.mark.parametrize(
     ("section", "data", "words"),
     [
-        (Section.METADATA, [b"{", b"{}"], "METADATA is no JSON"),
-        (Section.METADATA, [b"{}", b""], "METADATA is no JSON"),
+        (Section.METADATA, [b"{", b"{}"], "METADATA is not valid JSON"),
+        (Section.METADATA, [b"{}", b""], "METADATA is not valid JSON"),
         (Section.METADATA, [b"[]", b"{}"], r"METADATA: JSON of a dict expected, found b'\[\]'"),
         (Section.MESSAGES, [b"7", b'""'], "MESSAGES: JSON of a str or list expected, found b'7'"),
-        (Section.COMPONENT_NAMES, b"\xff", "COMPONENT_NAMES is no JSON"),
+        (Section.COMPONENT_NAMES, b"\xff", "COMPONENT_NAMES is not valid JSON"),
         (Section.COMPONENT_NAMES, b'{"names": ["a"]}', "does not name the 1 components of 2 members: KeyError"),
         (Section.COMPONENT_NAMES, b'{"names": ["a", "b"], "held": [[], []]}', "does not name the 1 components"),
         (Section.COMPONENT_NAMES, b'{"names": ["a"], "held": [["b"], []]}', "does not name the 1 components"),

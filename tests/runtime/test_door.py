@@ -309,7 +309,7 @@ async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_
         ({}, {Section.METADATA: [RAW["integer"]]}, "member 0: an integer of texts or metadata has more than 64 bits"),
         ({}, {Section.GROUP_METADATA: RAW["nested"]}, "the group's metadata: texts or metadata are nested more than"),
         ({}, {Section.GROUP_METADATA: RAW["surrogate"]}, "the group's metadata: a text holds the lone surrogate"),
-        ({}, {Section.METADATA: [RAW["deep"]]}, "METADATA is no JSON"),
+        ({}, {Section.METADATA: [RAW["deep"]]}, "METADATA is not valid JSON"),
         ({}, {Section.METADATA: [RAW["nested"]]}, "member 0: texts or metadata are nested more than 64 levels"),
         ({}, {Section.METADATA: [RAW["surrogate"]]}, r"member 0: a text holds the lone surrogate U\+D800"),
     ]

@@ -117,7 +117,7 @@ function shareParts(lane, at) {
   for (const section of ["busy", "idle"]) {
     const prefix = prefixOf(section, lane);
     const names = Object.keys(SERIES).filter((name) => name.startsWith(prefix) && !name.slice(prefix.length).includes("/") && filled(name));
-    names.sort((a, b) => lastOfSum(SERIES[b]) - lastOfSum(SERIES[a]));
+    names.sort((a, b) => sumOf(SERIES[b]) - sumOf(SERIES[a]));
     for (const name of names) {
       const label = name.slice(prefix.length);
       parts.push({ label: section === "idle" ? `idle: ${label}` : label, colour: section === "idle" ? causeColour(label) : kindColour(label), values: at.map((i) => SERIES[name][i]) });
@@ -126,7 +126,7 @@ function shareParts(lane, at) {
   return parts.filter((part) => part.values.some((value) => value > 0));
 }
 function prefixOf(section, lane) { return lane === "all" ? section + "/" : `${section}/${lane}/`; }
-function lastOfSum(values) { return values.reduce((sum, value) => sum + (value || 0), 0); }
+function sumOf(values) { return values.reduce((sum, value) => sum + (value || 0), 0); }
 
 function idle() {
   const box = byId("idle"), side = byId("idle-table"), lanes = Object.keys(DATA.account);
