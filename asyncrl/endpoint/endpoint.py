@@ -62,7 +62,7 @@ _TYPES |= {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 
 _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 log = logging.getLogger("asyncrl.http")
 
-Count = Callable[[str, int], object]
+Count = Callable[[str, int], object]  # (name of a count, number to add)
 
 
 @dataclass(frozen=True, slots=True)

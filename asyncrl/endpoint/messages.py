@@ -94,7 +94,7 @@ class MessagesBody(Body):
     mcp_servers: None = refused("Not supported: give the policy tools.")
     output_config: None = refused("Not supported: no grammar constrains the tokens. Leave it out.")
 
-    def ask(self, base: SamplingParams) -> Ask:
+    def ask(self, defaults: SamplingParams) -> Ask:
         system = self.system if isinstance(self.system, str) else _joined(self.system or [])
         start: Messages = [{"role": "system", "content": system}] if system else []
         tools: Any = [] if self.tool_choice and self.tool_choice["type"] == "none" else self.tools
@@ -104,7 +104,7 @@ class MessagesBody(Body):
         ]
         return Ask(
             sampling=self._sampling(
-                base, max_tokens=self.max_tokens, stop=self.stop_sequences and tuple(self.stop_sequences)
+                defaults, max_tokens=self.max_tokens, stop=self.stop_sequences and tuple(self.stop_sequences)
             ),
             messages=start + [each for message in self.messages for each in _messages(message)],
             tools=functions and [{"type": "function", "function": function} for function in functions],

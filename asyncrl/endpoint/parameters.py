@@ -155,7 +155,7 @@ class Body(BaseModel):
     top_k: int | None = Field(None, ge=0, le=1 << 30)
     metadata: Any = ignored("nothing is stored.")
 
-    def _sampling(self, base: SamplingParams, **further: Any) -> SamplingParams:
+    def _sampling(self, defaults: SamplingParams, **further: Any) -> SamplingParams:
         names = (
             "temperature",
             "top_p",
@@ -169,8 +169,8 @@ class Body(BaseModel):
         given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
         given |= {name: value for name, value in further.items() if value is not None}
         if "max_tokens" in given:
-            given["max_tokens"] = min(given["max_tokens"], base.max_tokens)
-        sampling = replace(base, **given)
+            given["max_tokens"] = min(given["max_tokens"], defaults.max_tokens)
+        sampling = replace(defaults, **given)
         return replace(sampling, min_tokens=min(sampling.min_tokens, sampling.max_tokens))
 
 
@@ -202,11 +202,11 @@ class PenaltiesBody(OpenAiBody):
     stream_options: _StreamOptions | None = None
     skip_special_tokens: Any = ignored("the text has no control tokens; the token ids include them.")
 
-    def _ask(self, base: SamplingParams, max_tokens: int | None, **further: Any) -> Ask:
+    def _ask(self, defaults: SamplingParams, max_tokens: int | None, **further: Any) -> Ask:
         """The request. `further`: fields of `Ask` that differ between these routes."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop)
         sampling = self._sampling(
-            base,
+            defaults,
             max_tokens=max_tokens,
             stop=stop,
             stop_token_ids=self.stop_token_ids and tuple(self.stop_token_ids),
@@ -238,10 +238,10 @@ class ChatBody(PenaltiesBody):
     web_search_options: None = refused("Not supported: give the policy a tool.")
     chat_template_kwargs: None = refused("Not supported: set data.chat_template_kwargs of the run.")
 
-    def ask(self, base: SamplingParams) -> Ask:
-        most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+    def ask(self, defaults: SamplingParams) -> Ask:
+        max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         tools: Any = [] if self.tool_choice == "none" else self.tools
-        return self._ask(base, most, messages=self.messages, tools=tools, logprobs=bool(self.logprobs))
+        return self._ask(defaults, max_tokens, messages=self.messages, tools=tools, logprobs=bool(self.logprobs))
 
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -258,10 +258,10 @@ class CompletionsBody(PenaltiesBody):
     best_of: None = refused("Not supported: use n.")
     response_format: PlainFormat | None = Field(None, description=GRAMMAR)
 
-    def ask(self, base: SamplingParams) -> Ask:
+    def ask(self, defaults: SamplingParams) -> Ask:
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         prompts = self.prompt if several else [self.prompt]
-        return self._ask(base, self.max_tokens, prompts=prompts, logprobs=self.logprobs is not None)
+        return self._ask(defaults, self.max_tokens, prompts=prompts, logprobs=self.logprobs is not None)
 
 
 class GenerateParameters(PenaltiesBody):
@@ -292,9 +292,9 @@ class GenerateBody(BaseModel):
     features: None = refused("Not supported: models are trained on text alone.")
     content_parts: None = refused("Not supported: models are trained on text alone.")
 
-    def ask(self, base: SamplingParams) -> Ask:
+    def ask(self, defaults: SamplingParams) -> Ask:
         given = self.sampling_params
-        return given._ask(base, given.max_tokens, prompts=[self.token_ids], logprobs=True, ids=True, stream=False)
+        return given._ask(defaults, given.max_tokens, prompts=[self.token_ids], logprobs=True, ids=True, stream=False)
 
 
 def describe(error: ValidationError, body: type[BaseModel]) -> tuple[str, str]:

@@ -106,7 +106,7 @@ class ResponsesBody(OpenAiBody):
     max_tool_calls: None = refused("Not supported. Leave it out.")
     seed: None = refused("Not supported. Leave it out.")
 
-    def ask(self, base: SamplingParams) -> Ask:
+    def ask(self, defaults: SamplingParams) -> Ask:
         items: list[Any] = (
             [{"role": "user", "content": self.input}] if isinstance(self.input, str) else list(self.input)
         )
@@ -114,7 +114,7 @@ class ResponsesBody(OpenAiBody):
         tools: Any = [] if self.tool_choice == "none" else self.tools
         functions = tools and [{k: v for k, v in tool.items() if k != "type"} for tool in tools]
         return Ask(
-            sampling=self._sampling(base, max_tokens=self.max_output_tokens),
+            sampling=self._sampling(defaults, max_tokens=self.max_output_tokens),
             messages=start + _messages(items),
             tools=functions and [{"type": "function", "function": function} for function in functions],
             stream=bool(self.stream),
