@@ -155,7 +155,7 @@ class AgentPolicy:
 
     def _sampling(self, given: Mapping[str, Any]) -> SamplingParams:
         if unknown := given.keys() - _SAMPLING:
-            raise ConfigError(f"policy: {sorted(unknown)[0]!r} is no setting; expected: {', '.join(sorted(_SAMPLING))}")
+            raise ConfigError(f"policy: {sorted(unknown)[0]!r} is unknown; expected: {', '.join(sorted(_SAMPLING))}")
         return replace(self._episode.session.sampling, **given)
 
     def _reply(
@@ -315,7 +315,7 @@ def as_numbers(named: Mapping[str, Any], count: int, argument: str, prefix: str 
     rows: list[dict[str, float]] = [{} for _ in range(count)]
     for name, values in named.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise DataError(f"{argument}: {name!r:.80} is no name: letters, digits, _ - . : @, parts between slashes")
+            raise DataError(f"{argument}: {name!r:.80} is not a name: letters, digits, _-.:@, parts between slashes")
         has_many = isinstance(values, list | tuple) or bool(getattr(values, "shape", None))
         member_values = list(values) if has_many else [values] * count
         if len(member_values) != count:

@@ -60,7 +60,7 @@ def as_tool(tool: AnyTool) -> Tool:
         return tool
     name = getattr(tool, "__name__", "")
     if not callable(tool) or not name.isidentifier():
-        raise ConfigError(f"{tool!r:.80} is no tool; give a function with a name, or an asyncrl.Tool")
+        raise ConfigError(f"{tool!r:.80} is not a tool; give a function with a name, or an asyncrl.Tool")
     # A method is a new object each time it is read, so `_checked` is cached by its function.
     function = getattr(tool, "__func__", tool)
     schema, checked = _checked(function)

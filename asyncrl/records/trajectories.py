@@ -164,7 +164,7 @@ def _own_length_column(record: Record, name: str) -> list[Any]:
     for raw in [record.row_bytes(section, position) or b"" for position in range(record.size)]:
         if len(raw) % (dtype.itemsize * math.prod(inner)):
             raise RecordError(
-                f"section {section.name}: {len(raw)} bytes are no whole number of rows {list(inner)} {dtype}"
+                f"section {section.name}: {len(raw)} bytes are not a whole number of rows {list(inner)} {dtype}"
             )
         array = np.frombuffer(raw, dtype).reshape(-1, *inner)
         values.append(None if not raw else tuple(array.tolist()) if name == "turn_rewards" else array)

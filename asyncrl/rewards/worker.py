@@ -116,7 +116,7 @@ def plain(value: Any) -> Any:
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float, also infinite or NaN; None for text and anything else that is no real number."""
+    """The value as a float, also infinite or NaN; None for text and anything else that is not a real number."""
     value = plain(value)
     try:
         return None if isinstance(value, (str, bytes, bytearray)) else float(value)
@@ -193,7 +193,7 @@ def _utf8(text: str) -> str:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs: mapped files are no leak. 0 on a system without /proc."""
+    """Memory of this process that no file backs: mapped files do not leak. 0 on a system without /proc."""
     try:
         with open("/proc/self/statm", encoding="utf-8") as file:
             _, resident, shared, *_ = file.read().split()
@@ -282,7 +282,7 @@ class SocketSession:
                 answer = self._load(request)
             else:
                 answer = self._functions[request["function"]].begin(request, log)
-                if inspect.isawaitable(answer):  # the function is no `async def`
+                if inspect.isawaitable(answer):  # the function is not an `async def`
                     answer = self._loop.run_until_complete(_await(answer))
                 answer = _content(answer, log, request)
         except BaseException as error:
@@ -325,7 +325,7 @@ class SocketSession:
 
     def _measure(self, index: int, before: int) -> None:
         now = anonymous_bytes()
-        # Many first calls load models and tables, which stay: that growth is no leak.
+        # Many first calls load models and tables, which stay: that growth is not a leak.
         if index not in self._called:
             self._called.add(index)
             self._expected += max(0, now - before)
@@ -333,7 +333,7 @@ class SocketSession:
 
 
 def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
-    """The content of a reply. The values of a mapping that are no scores are logged."""
+    """The content of a reply. The values of a mapping that are not scores are logged."""
     completions, parts = request["completions"], request["components"]
     values = as_list(answer, completions)
     rows = [value if isinstance(value, Mapping) else {} for value in values]

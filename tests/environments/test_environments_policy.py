@@ -209,10 +209,10 @@ async def test_each_member_gets_a_row_of_its_own() -> None:
         (
             lambda policy: policy.complete("a", temprature=1),
             ConfigError,
-            "'temprature' is no setting; expected: bad_words",
+            "'temprature' is unknown; expected: bad_words",
         ),
         (lambda policy: policy.chat("a", tools=[max]), ConfigError, "max"),
-        (lambda policy: policy.note("a b/", 1), DataError, "policy.note: 'a b/' is no name"),
+        (lambda policy: policy.note("a b/", 1), DataError, "policy.note: 'a b/' is not a name"),
         (lambda policy: policy.note("a", float("inf")), DataError, "expected a finite number"),
         (lambda policy: policy.note("a", "many"), DataError, "expected a finite number"),
         (lambda policy: policy.note("a", 10**5000), DataError, "too many digits; expected a finite number"),

@@ -148,7 +148,7 @@ def test_what_has_no_schema_is_refused_with_what_to_do() -> None:
             "unsaid cannot be a tool: .*no description for the argument 'x'.* describe the tool and each argument",
         ),
         (odd, "odd cannot be a tool: .*Thread.* give an asyncrl.Tool with a schema of your own"),
-        (3, "3 is no tool"),
+        (3, "3 is not a tool"),
     ]:
         with pytest.raises(ConfigError, match=words):
             as_tool(function)  # type: ignore[arg-type]

@@ -154,7 +154,7 @@ def test_a_producer_is_told_what_is_wrong_with_a_tree(changes: dict[str, Any], s
 
 def test_bytes_that_are_no_rows_are_refused() -> None:
     sections = {Section.TOKENS: [np.arange(3, dtype=np.int32)], Section.BRANCHES: [bytes(12)]}
-    with pytest.raises(RecordError, match=r"section BRANCHES: 12 bytes are no whole number of rows \[2\] int32"):
+    with pytest.raises(RecordError, match=r"section BRANCHES: 12 bytes are not a whole number of rows \[2\] int32"):
         trajectories_of(read(memoryview(written(Draft(0, [0], 1, sections)))))
 
 

@@ -140,7 +140,7 @@ async def test_a_mistake_in_a_played_episode_is_raised_by_play(tmp_path: Path) -
         return 1.0
 
     async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
-        with pytest.raises(ConfigError, match=r"'temperatur' is no setting; .* in episode\)$"):
+        with pytest.raises(ConfigError, match=r"'temperatur' is unknown; .* in episode\)$"):
             await runtime.play(episode, "a3=")
         assert runtime.summary().books.live == 0
         assert len(await runtime.play(two_turns, "a3=")) == 4

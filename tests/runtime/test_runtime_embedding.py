@@ -151,9 +151,9 @@ async def test_what_is_no_number_of_ones_own_is_refused_by_name(tmp_path: Path) 
                 with pytest.raises(DataError, match=rf"submit: {kind}: a 1 is .*; expected a finite number, or None"):
                     await runtime.submit(group, [0.0, 1.0], **{kind: {"a": [0.0, bad]}})
         for name in BAD_NAMES:
-            with pytest.raises(DataError, match=r"log: .* is no name"):
+            with pytest.raises(DataError, match=r"log: .* is not a name"):
                 runtime.log(name, 1.0)  # type: ignore[arg-type]
-            with pytest.raises(DataError, match=r"evaluate: .* is no name"):
+            with pytest.raises(DataError, match=r"evaluate: .* is not a name"):
                 await runtime.evaluate(runtime.generate, ["a"], name=name)  # type: ignore[arg-type]
         refused: list[tuple[dict[str, Any], str]] = [
             ({"columns": {"completions": ["a"], "b": 1}}, "columns has 'completions', which the run itself gives"),
