@@ -390,7 +390,7 @@ def test_there_are_no_more_curves_than_a_page_can_hold(tmp_path: Path) -> None:
             file.write(json.dumps({"step": step, "time": float(step), "loss": 1.0, f"reward/{step}/mean": 1.0}) + "\n")
     found = collect(tmp_path)
     assert len(found["series"]) == MOST_NAMES and found["series"]["loss"][-1] == 1.0
-    assert any(f"the first is reward/{MOST_NAMES - 1}/mean" in each for each in found["warnings"])
+    assert any(f"the first of them is reward/{MOST_NAMES - 1}/mean" in each for each in found["warnings"])
 
 
 def test_the_report_of_a_long_run_is_no_larger_than_that_of_a_shorter_one(tmp_path: Path) -> None:
