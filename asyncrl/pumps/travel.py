@@ -140,16 +140,16 @@ class Departures:
             async for group, since in self._queue:
                 with recorder.wait("departures", "a credit", on="training ranks", cause="slots"):
                     await self._credits.acquire()
-                waited = anyio.current_time() - since
-                spawn(sends, f"departure of group {group.group_id}", self._send, group, waited)
+                waited_s = anyio.current_time() - since
+                spawn(sends, f"departure of group {group.group_id}", self._send, group, waited_s)
 
-    async def _send(self, group: Group, waited: float) -> None:
+    async def _send(self, group: Group, waited_s: float) -> None:
         ports, ticket = self._ports, group.ticket
         try:
             # From here on no other task of this rank ends the group: the books know at each moment which rank has the group.
             if not ports.book.remove(ticket):
                 return
-            if refusal := await self._deliver(group, waited):
+            if refusal := await self._deliver(group, waited_s):
                 logger.warning("group %d does not travel and is dropped: %s", ticket.group_id, refusal)
                 ports.book.add(ticket)
                 await ports.book.end(ticket.group_id, "dropped", "did not travel")
@@ -160,7 +160,7 @@ class Departures:
         finally:
             self._credits.release()
 
-    async def _deliver(self, group: Group, waited: float) -> str:
+    async def _deliver(self, group: Group, waited_s: float) -> str:
         """Bring a group to the training rank that the ledger names. Returns a reason if that is impossible, else an empty text."""
         ports, ticket = self._ports, group.ticket
         try:
@@ -174,7 +174,7 @@ class Departures:
             ports.book.mark_ready(group)
             return ""
         line = await self._connect(rank)
-        header = {"ticket": (ticket.group_id, ticket.oldest, ticket.deadline), "sender": ports.rank, "waited": waited}
+        header = {"ticket": (ticket.group_id, ticket.oldest, ticket.deadline), "sender": ports.rank, "waited": waited_s}
         with ports.recorder.span("departure", track="departures", group=ticket.group_id, to=rank):
             answer, _ = await line.ask(KIND, header, (record,))
         if answer["ended"]:
@@ -234,15 +234,15 @@ class Arrivals:
             self._count(arrival.sender, len(buffers[0]), header["waited"])
         return {"refusal": "", "ended": not kept}, ()
 
-    def _count(self, sender: int, size: int, waited: float) -> None:
+    def _count(self, sender: int, size: int, waited_s: float) -> None:
         count = self._ports.recorder.count
         count("travel/groups")
         count("travel/bytes", size)
-        count("travel/credit_wait_s", waited)
+        count("travel/credit_wait_s", waited_s)
         if sender < _NAMED_RANKS:
             count(f"travel/rank_{sender}/groups")
             count(f"travel/rank_{sender}/bytes", size)
-            count(f"travel/rank_{sender}/credit_wait_s", waited)
+            count(f"travel/rank_{sender}/credit_wait_s", waited_s)
 
     async def run(self) -> None:
         """Store the groups that arrive, one after the other, until cancelled. Errors: those of the ledger."""

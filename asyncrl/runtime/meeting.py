@@ -59,7 +59,7 @@ async def meet_ranks(run: OpenRun) -> None:
 
 
 async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
-    """Errors: RankLost if another rank did not leave and this rank did not fail: else torchrun would wait for that rank forever."""
+    """Errors: RankLost on rank 0 if another rank did not leave and rank 0 did not fail: else torchrun would wait for ever."""
     world, line, missing = run.world, run.line, list[str]()
     failed = kind is not None or not world.is_open
     timeout_s = _LEAVE_AFTER_ERROR_S if failed else _LEAVE_S
@@ -81,8 +81,8 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
             await line.aclose()
     if missing and not failed:
         raise RankLost(
-            f"{' and '.join(missing)} did not end within {_LEAVE_S:g} s of rank 0: a process hangs, or a machine is lost. "
-            "This rank has written all its files; see the output of the other rank"
+            f"{' and '.join(missing)} did not end within {_LEAVE_S:g} s after rank 0: a process hangs, or a machine is lost. "
+            "Rank 0 has written all its files; see the output of the rank that did not end"
         )
 
 
