@@ -324,7 +324,8 @@ class LineServer(_End):
             return self._on_hello(identity, int(head.get(zmq.SRCFD)), session, message[5])
         link = self._peers.get(peer)
         if link is None or link.session != session:
-            return
+            # Without an answer, a client whose connection never broke would wait for ever.
+            return self._dismiss(identity, session, self._has_given_up(peer))
         if operation == BYE:
             self._end(link, None)
         else:
@@ -339,9 +340,7 @@ class LineServer(_End):
             return self._dismiss(identity, session, f"{self.name} has another version of asyncrl; install one version")
         if link is None or link.session != session:
             if hello["again"]:
-                return self._dismiss(
-                    identity, session, f"{self.name} has given up {peer}, or another process has its name"
-                )
+                return self._dismiss(identity, session, self._has_given_up(peer))
             if link is not None:
                 self._lose(link, "was replaced by another process of this name")
             transmit = lambda frames: self._send([identity, *frames])  # noqa: E731
@@ -356,6 +355,9 @@ class LineServer(_End):
         link.resend()
         if connection not in self._connections:
             self._set_down(link)
+
+    def _has_given_up(self, peer: str) -> str:
+        return f"{self.name} has given up {peer}, or another process has its name"
 
     def _dismiss(self, identity: bytes, session: str, reason: str) -> None:
         self._send([identity, orjson.dumps((BYE, session, 0, 0, "", reason))])
@@ -494,7 +496,7 @@ class LineClient(_End):
         operation, session, header = message[0], message[1], message[5]
         link = self._link
         if session != link.session:
-            return
+            return self._dismiss(identity, session, self._has_given_up(peer))
         if operation == BYE:
             self._lose(link, f"refuses it: {header}" if header else "has ended")
         elif operation == WELCOME:

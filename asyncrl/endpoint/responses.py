@@ -198,7 +198,8 @@ def responses_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict
         "model": model,
         "output": output,
         "parallel_tool_calls": True,
-        "tool_choice": "auto",
+        # None leaves the choice of tools to the row.
+        "tool_choice": "auto" if ask.tools or ask.tools is None else "none",
         "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in ask.tools or ()],
         "temperature": ask.sampling.temperature,
         "top_p": ask.sampling.top_p,

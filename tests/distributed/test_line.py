@@ -509,6 +509,14 @@ async def test_a_peer_that_was_given_up_cannot_come_back_unnoticed() -> None:
     assert ended[1:] == [("rank 1", None)]
 
 
+async def test_a_peer_that_was_given_up_is_told_at_its_next_message() -> None:
+    """Its own connection never broke."""
+    async with two_ends() as (server, client):
+        server._end(server._peers["rank 1"], RankLost("rank 1 has given no sign of life"))
+        with anyio.fail_after(30):
+            assert "rank 0 has given up rank 1" in str(await _error(client.ask("echo")))
+
+
 async def test_lines_to_training_ranks_have_the_silence_of_the_line_to_rank_0() -> None:
     async with await LineServer(SECRET, silence_s=7.0).open() as server:
         first = Connections(server, 0, SECRET)

@@ -36,6 +36,7 @@ async def test_a_request_without_tools_has_those_of_the_row_unless_it_chooses_no
         for more in ({"tools": [TOOLS[path]]}, {}, {"tool_choice": none}):
             status, reply = await o.post(path, bodies(**more)[path])
             assert status == 200 and ("tool_call>" in json.dumps(reply)) == ("tool_choice" in more), reply
+            assert reply.get("tool_choice", "") in ("", "none" if more.get("tool_choice") else "auto")
     given, of_row, chosen = (script.tokenizer.decode(request.prompt_ids) for request in script.requests)
     assert given == of_row and "Looks." in of_row and "Looks." not in chosen
 

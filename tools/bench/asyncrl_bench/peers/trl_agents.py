@@ -111,7 +111,11 @@ def main() -> None:
 
     def reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
         """The share of vowels in the last reply."""
-        sampled.append(sum(len(ids) - CALLS * len(answer_ids(tokenizer)) for ids in completion_ids))
+        answer = answer_ids(tokenizer)
+        if job["trl_form"] == "tools":
+            # Its answers begin directly behind the stop token, ours behind the line break that the template writes there.
+            answer = trainer._get_tool_suffix_ids([{"role": "tool", "name": "tool", "content": ANSWER}])
+        sampled.append(sum(len(ids) - CALLS * len(answer) for ids in completion_ids))
         prompt_tokens.append(sum(map(len, render(tokenizer, prompts[:: job["group_size"]]))))
         texts = tokenizer.batch_decode([ids[-job["max_tokens"] :] for ids in completion_ids])
         return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in texts]
