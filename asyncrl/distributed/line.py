@@ -496,7 +496,7 @@ class LineClient(_End):
         operation, session, header = message[0], message[1], message[5]
         link = self._link
         if session != link.session:
-            return self._dismiss(identity, session, self._has_given_up(peer))
+            return
         if operation == BYE:
             self._lose(link, f"refuses it: {header}" if header else "has ended")
         elif operation == WELCOME:
