@@ -68,8 +68,8 @@ class BaseEngine(ABC):
         tasks, self._tasks = self._tasks, None
         self._state = EngineState.CLOSED
         tasks.cancel_scope.cancel()
-        # A failed owner makes the task group cancel the body of `async with`. The group must get that cancellation back, or the
-        # cancellation would leave `async with`. The group does not get other exceptions, so the body raises them unchanged.
+        # A failed owner makes the task group cancel the body of `async with`. The group gets that cancellation back, as from an
+        # ordinary block. The group does not get other exceptions, so the body raises them unchanged.
         cancelled_by_group = self._failure is not None and isinstance(exc[1], asyncio.CancelledError)
         try:
             await tasks.__aexit__(*(exc if cancelled_by_group else (None, None, None)))
