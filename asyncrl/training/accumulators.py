@@ -183,7 +183,7 @@ class Metrics:
             else:
                 extreme = float(values.min() if reduction_of(name) == "min" else values.max())
                 # A metric without a value on any rank is left out.
-                if extreme not in (_IDENTITY["min"], _IDENTITY["max"]):
+                if extreme != _IDENTITY[reduction_of(name)]:
                     result[name] = extreme
         mismatch = rows[:, len(names) :]
         ages = mismatch[:, : AGES * 3].sum(0).view(AGES, 3)

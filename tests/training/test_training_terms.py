@@ -25,7 +25,7 @@ from training_helpers import (
     with_columns,
 )
 
-from asyncrl.algorithms.base import Loss
+from asyncrl.algorithms.base import Loss, MetricSum, Normaliser
 from asyncrl.algorithms.registry import LOSSES, build_loss
 from asyncrl.checkpoint.state import check_plain
 from asyncrl.config.schema import TrainConfig
@@ -33,6 +33,8 @@ from asyncrl.data.packing import pack_groups
 from asyncrl.errors import TrainStepError
 from asyncrl.models.head.logprobs import token_logprobs
 from asyncrl.models.head.output import NO_TRANSFORM
+from asyncrl.training.accumulators import Metrics
+from asyncrl.training.reducer import OneRank
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Microbatch, StepResult
 
@@ -300,6 +302,15 @@ def test_reference_and_old_columns_reach_the_loss() -> None:
             trainer.train_microbatch(replace(microbatch, reference_logprobs=reference))
         kl = trainer.finish_train_step().metrics["kl"]
         assert (abs(kl) < 1e-10) == expected_zero and kl >= 0
+
+
+def test_an_infinite_maximum_is_a_value_and_a_maximum_of_nothing_is_none() -> None:
+    metrics = Metrics(dict.fromkeys(("ratio_max", "ratio_min", "other_max"), Normaliser.NONE))
+    metrics.add({"ratio_max": MetricSum(torch.tensor(torch.inf), Normaliser.NONE)})
+    found, _ = metrics.reduce(
+        OneRank(), torch.device("cpu"), {Normaliser.NONE: 1.0}, torch.zeros(1, dtype=torch.float64)
+    )
+    assert found == {"ratio_max": torch.inf}
 
 
 def test_bfloat16_accumulates_in_float32() -> None:
