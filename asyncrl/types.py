@@ -246,7 +246,8 @@ class Ticket:
     """The slot of one admitted group, with the deadline that the ledger gave it."""
 
     group_id: int
-    # The earliest turn whose weights can have sampled a token of the group. With one optimizer step per batch a turn is a version.
+    # The earliest turn whose weights can have sampled a token of the group. Here a turn is the training of one batch, not a reply.
+    # With one optimizer step per batch a turn is a version.
     oldest: int
     # `oldest` + max_staleness: the last turn at which the group may be trained.
     deadline: int

@@ -81,7 +81,8 @@ def write_manifest(directory: Path, sizes: Mapping[str, int], digests: Mapping[s
 
 
 def compare(directory: Path, *, state: bool = True) -> Comparison:
-    """Read every file of a checkpoint and compare it with the manifest. `state=False` leaves out the files in `state/`.
+    """Read every file of a checkpoint and compare it with the manifest; compare only sizes if the manifest has no checksums.
+    `state=False` leaves out the files in `state/`.
     Missing and unreadable files are faults of the result, not exceptions."""
     try:
         raw = (directory / MANIFEST).read_bytes()

@@ -29,15 +29,17 @@ SHARDS = "shards"  # a folder in `checkpoints/`
 
 def write_shard(folder: Path, version: int, rank: int, state: Mapping[str, Any]) -> list[str]:
     """Write host tensors to the file of a rank above 0. Returns its path and SHA-256, for rank 0. Errors: CheckpointError.
-    The rank's earlier files are removed, except the newest of them: rank 0 saves during training and may not have moved it yet."""
-    check_plain(state, f"shard {rank}")
+    Of the rank's files of lower versions only the newest stays: rank 0 saves during training and may not have moved it yet. Files
+    of higher versions are those of an earlier attempt, and are removed."""
+    check_plain(dict(state), f"shard {rank}")
     path = folder / f"step_{version}-rank_{rank}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         earlier = {
             int(old.name.removeprefix("step_").partition("-")[0]): old for old in folder.glob(f"step_*-rank_{rank}.pt")
         }
-        for old_version in sorted(earlier)[:-1]:
+        lower = sorted(old for old in earlier if old < version)
+        for old_version in [*lower[:-1], *(old for old in earlier if old > version)]:
             earlier[old_version].unlink(missing_ok=True)  # rank 0 may move it at this moment
         for unfinished in folder.glob(f"step_*-rank_{rank}.pt.partial"):
             unfinished.unlink()

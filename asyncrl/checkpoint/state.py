@@ -5,6 +5,7 @@ The functions import torch themselves, so that programs that only list checkpoin
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 def state_writer(*, trainer: Mapping[str, Any], run: Mapping[str, Any]) -> Writer:
     """A writer of trainer.pt and run.json.
 
-    `trainer`: nested dictionaries, lists and tuples of **host** tensors, numbers, strings and bytes. Other types are refused,
-    because unpickling them would run code. `run`: JSON values (version, turn, the resolved configuration; of each rank the
+    `trainer`: nested dictionaries, lists and tuples of **host** tensors, numbers, strings, bytes and None. Other types are
+    refused, because unpickling them would run code. `run`: JSON values (version, turn, the resolved configuration; of each rank the
     prompt cursor, untrained and next group ids, replay buffer). Errors of the writer: `CheckpointError` with the name of the entry.
     """
 
     def write(directory: Path) -> dict[str, str]:
-        check_plain(trainer, "trainer")
+        check_plain(dict(trainer), "trainer")
         folder = directory / STATE
         folder.mkdir(exist_ok=True)
         (folder / "run.json").write_bytes(orjson.dumps(run, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
@@ -55,7 +56,7 @@ def check_plain(value: Any, name: str) -> None:
     """Raise `CheckpointError` for a value that `torch.load(weights_only=True)` would refuse, and for a device tensor."""
     import torch
 
-    if isinstance(value, Mapping):
+    if type(value) in (dict, OrderedDict):
         for key, item in value.items():
             check_plain(key, f"{name} (a key)")
             check_plain(item, f"{name}[{key!r}]")
@@ -67,8 +68,8 @@ def check_plain(value: Any, name: str) -> None:
             raise CheckpointError(f"{name} is a tensor on {value.device}; pass a copy on the host")
     elif type(value) not in _PLAIN:
         raise CheckpointError(
-            f"{name} is {type(value).__module__}.{type(value).__name__}; pass only tensors, numbers, strings, bytes, lists "
-            "and dictionaries, so that loading the checkpoint runs no code"
+            f"{name} is {type(value).__module__}.{type(value).__name__}; pass only tensors, numbers, strings, bytes, None, "
+            "lists, tuples and dictionaries, so that loading the checkpoint runs no code"
         )
 
 

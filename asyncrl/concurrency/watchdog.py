@@ -207,11 +207,12 @@ class Watchdog:
             self._feed_sentry()
             try:
                 problem = self._find_problem()
+                silent = self._silent_ranks(False) if problem is not None else []
             except BaseException as exc:
                 # Without this a broken counter would end the thread, and nothing would watch the run.
-                problem = StallError(f"the watchdog's check failed: {type(exc).__name__}: {exc}")
+                problem, silent = StallError(f"the watchdog's check failed: {type(exc).__name__}: {exc}"), []
             if problem is not None:
-                self._raise_alarm(type(problem)(self._name + "; ".join([str(problem), *self._silent_ranks(False)])))
+                self._raise_alarm(type(problem)(self._name + "; ".join([str(problem), *silent])))
 
     def _feed_sentry(self) -> None:
         if self._sentry is not None and self._sentry.stdin is not None:

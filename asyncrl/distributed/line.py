@@ -1,4 +1,4 @@
-"""The line between processes of a run, over TCP: requests with one answer, and messages without an answer.
+"""The line between processes of a run, over TCP: `ask` sends a request and returns its answer, `tell` sends a message.
 
     LineClient (DEALER)  --ask, tell-->  LineServer (ROUTER)  --handlers, each in a task of its own
                          <--ask, tell--                       (both ends may ask, tell and have handlers)
@@ -10,8 +10,9 @@ A connection may break and come back: no message is lost, handled twice or out o
 disconnected for `silence_s` is lost: every call that waits for it raises RankLost. Time in which this process was suspended does
 not count (`concurrency/awake.py`).
 
-A message is a frame of JSON [operation, session, number, lowest unanswered number, kind, header], then raw buffers. At most
-`exchange.WINDOW` messages of one end are unanswered; further calls wait.
+A message is a frame of JSON [operation, session, number, lowest unanswered number, kind, header], then raw buffers. A message of
+`tell` is answered, too, when its handler has ended. At most `exchange.WINDOW` messages of one end are unanswered; further calls
+wait.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class _End:
     def _send(self, frames: Sequence[Buffer]) -> None:
         if self._closed or self._socket is None:
             return
-        # Again, EHOSTUNREACH: the peer is disconnected. The message is sent again when the peer is back.
+        # zmq.Again or EHOSTUNREACH: the peer is disconnected. The message is sent again when the peer is back.
         with contextlib.suppress(zmq.ZMQError):
             for frame in frames[:-1]:
                 self._socket.send(frame, _MORE, copy=len(frame) < _COPIED)

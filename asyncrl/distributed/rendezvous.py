@@ -1,7 +1,7 @@
 """How the ranks of a run find each other: by torchrun's store, and by a secret that is not in the store.
 
     rank 0        sets in torchrun's store: "joined/0" = source of the secret; later "line/0" = address of the line
-    other ranks   read both keys, set "joined/RANK", and connect to the line with the secret
+    other ranks   read "joined/0" and set "joined/RANK", then read "line/0" and connect to the line with the secret
 
 Every program can write into torchrun's store. Such a program can keep ranks from each other, but it cannot answer for rank 0, and
 it cannot read what travels over the line: it does not know the secret.
@@ -75,7 +75,8 @@ class Rendezvous:
         while not self.store.check([f"{key}/{rank}" for rank in ranks]):
             if awake.now() >= deadline:
                 missing = [rank for rank in ranks if not self.store.check([f"{key}/{rank}"])]
-                raise RuntimeError(f"ranks {missing} did not join within {self.timeout_s:g} s; see their output")
+                how = "join" if key == "joined" else f"announce the address of the {key}"
+                raise RuntimeError(f"ranks {missing} did not {how} within {self.timeout_s:g} s; see their output")
             time.sleep(_POLL_S)
 
 

@@ -2,7 +2,7 @@
 
     {train: 2, generate: 6}                   ranks 0 and 1 train, ranks 2 to 7 generate
     {train: [0, 1], generate: [1, 2, 3]}      rank 1 does both
-    {train: 2, generate: 0}                   both ranks train; nodes that join generate (`distributed.listen`)
+    {train: 2, generate: 0}                   both ranks train; later nodes join and generate (`distributed.listen`)
     absent                                    every rank does both
 
 With `distributed.context: n` the training ranks, in order, form sets of n *siblings*, which train each sequence together. Groups
@@ -72,7 +72,7 @@ class Roles:
             roles = cls(tuple(sorted(setting.train)), tuple(sorted(setting.generate)), listens)
         for name, chosen in (("train", roles.train), ("generate", roles.generate)):
             if not chosen and not (listens and name == "generate"):
-                joins = ", or distributed.listen, so that nodes join that generate" if name == "generate" else ""
+                joins = ", or distributed.listen, so that generating nodes can join" if name == "generate" else ""
                 raise ConfigError(
                     f"distributed.roles.{name} names no rank; a run needs one rank or more that can {name}{joins}"
                 )

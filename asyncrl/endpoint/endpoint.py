@@ -45,15 +45,15 @@ from .responses import ResponsesBody, responses_events, responses_reply
 
 # A conversation of a million tokens has about 5 MB.
 MOST_BODY_BYTES = 1 << 24
-# Most bytes of all bodies together that are being received.
+# Limit for the bytes of all bodies together that are being received.
 MOST_HELD_BYTES = 1 << 28
 MOST_CONNECTIONS = 4096
-# Most open requests of one key.
+# Limit for the open requests of one key.
 MOST_REQUESTS = 256
 KEEP_ALIVE_S = 10.0
 # Time limit for a client to take a piece of an answer.
 SEND_S = 30.0
-# Most requests of an episode whose delivered answers are kept for a late retry.
+# How many delivered answers of one key are kept for a late retry.
 _MOST_DELIVERED = 32
 _ANTHROPIC, _TOO_LONG = "/messages", "context_length_exceeded"
 # The error types of the two protocols by status; other statuses have the type of 400.
@@ -138,7 +138,7 @@ class Endpoint:
         self._count("endpoint/requests", 1)
         episode, _ = self._keys.find(request)
         if len(episode.requests) >= MOST_REQUESTS:
-            raise Refused(429, f"{MOST_REQUESTS} requests of this episode are open; wait for an answer")
+            raise Refused(429, f"{MOST_REQUESTS} requests with this key are open; wait for an answer")
         with anyio.CancelScope() as scope:
             episode.requests.add(scope)
             try:

@@ -20,7 +20,7 @@ from asyncrl.types import ChatAnswer
 if TYPE_CHECKING:
     from aiohttp import web
 
-# Most ended keys whose reasons are remembered. A request with an older key gets a general reason.
+# How many ended keys keep their reasons. A request with an older key gets a general reason.
 _MOST_ENDED = 10_000
 _KEY = re.compile(r"asyncrl-(\d{1,15})-[0-9a-f]{40}")
 _VERSION = re.compile(r"^(/v1)+(?=/)")

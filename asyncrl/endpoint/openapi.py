@@ -10,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 _ERRORS = {"400": "a parameter is wrong, or not supported", "401": "no key, a wrong key, or an ended episode"}
 _ERRORS |= {"408": "the body was too slow", "413": "the body is too large", "415": "not JSON"}
-_ERRORS |= {"429": "too many open requests", "503": "the run ends"}
+_ERRORS |= {"429": "too many open requests", "500": "the server failed", "503": "the run ends"}
 
 
 def document(bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
@@ -22,7 +22,9 @@ def document(bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
     reasons = {"200": "the answer", **_ERRORS}
     answers: dict[str, Any] = {status: {"description": why, "content": content} for status, why in reasons.items()}
     stream: dict[str, Any] = {"text/event-stream": {}}
-    paths: dict[str, Any] = {"/v1/models": {"get": {"responses": answers}}}
+    paths: dict[str, Any] = {
+        "/v1/models": {"get": {"responses": {status: answers[status] for status in ("200", "401")}}}
+    }
     for path, body in bodies.items():
         full = path if path.startswith("/inference") else f"/v1{path}"
         sent = {"required": True, "content": {"application/json": {"schema": schemas[body, "validation"]}}}

@@ -268,6 +268,9 @@ class GenerateParameters(PenaltiesBody):
     """`sampling_params` of `GenerateBody`, as in vLLM."""
 
     logprobs: int | None = Field(None, ge=0, le=1, description="Log-probs of the sampled tokens are always returned.")
+    stream: OnlyFalse | None = None
+    stream_options: None = refused("Not supported: the answer is sent as a whole.")
+    return_token_ids: Any = ignored("the answer always has token ids.")
     min_tokens: int | None = Field(None, ge=0, le=1 << 30)
     detokenize: Any = ignored("the answer has no text.")
     spaces_between_special_tokens: Any = ignored("the answer has no text.")
@@ -306,8 +309,13 @@ def describe(error: ValidationError, body: type[BaseModel]) -> tuple[str, str]:
     where = ".".join(path) or name
     if deepest["type"] == "extra_forbidden":
         return f"{where} is not supported by this endpoint; leave it out (docs/endpoint.md lists the parameters)", name
-    info = body.model_fields.get(name)
-    return f"{where}: {deepest['msg']}. {(info and info.description) or ''}".strip(), name
+    fields, description = body.model_fields, None
+    for part in path:
+        if part not in fields:
+            break
+        description, kind = fields[part].description, fields[part].annotation
+        fields = kind.model_fields if isinstance(kind, type) and issubclass(kind, BaseModel) else {}
+    return f"{where}: {deepest['msg']}. {description or ''}".strip(), name
 
 
 def with_integers(value: Any) -> Any:

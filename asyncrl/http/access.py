@@ -5,7 +5,7 @@ the page does not know the key; a browser sends JSON to another origin only afte
 (Content-Type); a browser sends the page's origin (Origin); and after DNS rebinding it sends the page's host name (Host).
 
 The key is the first part of the URL's path, because a client of Atropos is configured with a base URL only. Clients that can send
-headers may use `Authorization: Bearer KEY` instead.
+headers may use `Authorization: Bearer KEY` or `x-api-key: KEY` instead.
 """
 
 from __future__ import annotations

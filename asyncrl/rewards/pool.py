@@ -25,10 +25,10 @@ Guarantees
   new deadline. The metric `reward/{fn}/retries` counts the repetitions.
 * Callers of the same kind (coroutines, blocking calls) get workers in the order in which they asked. A caller that is cancelled
   while it waits takes no worker.
-* All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. A
-  successor that dies or takes too long before it has loaded them is started again, `MOST_STARTS` times in all.
+* All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. The
+  successor of a dead worker that dies or takes too long before it has loaded them is started again, `MOST_STARTS` times in all.
 * A worker is worn when it gained `max_mib` of memory or had `max_calls` calls. It takes calls until its successor has loaded the
-  functions, and ends after its last call. One successor starts at a time.
+  functions, and ends after its last call. One successor of a worn worker starts at a time. If it fails, the worn worker goes on.
 * Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with it, even if this
   process is killed (concurrency/guard.py).
 
@@ -520,9 +520,10 @@ class RewardPool:
         except BaseException as error:
             # After a deadline or a cancellation the worker may still run the call.
             late = f"{what} did not answer within {limit_s:g} s (group {group_id})"
-            self._abandon(process, call, number, late)
             if not isinstance(error, TimeoutError):
+                self._abandon(process, call, number, f"the caller of {what} (group {group_id}) was cancelled")
                 raise
+            self._abandon(process, call, number, late)
             how = f"its worker {process.pid} was killed and is being replaced" if call.alone else "it was cancelled"
             raise RewardTimeout(f"{late}; {how}") from None
         self._check_wear(process)

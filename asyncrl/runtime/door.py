@@ -158,5 +158,6 @@ async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics |
     try:
         await door.run()
     finally:
-        ring.damage.listener = None  # the ring may outlive the Runtime
+        # The ring may outlive the Runtime.
+        ring.damage.listener = ring.on_producer_end = None
     return counts

@@ -78,7 +78,7 @@ class Journal:
         self.reserve = 0
         self._budget = RunBudget()
         self._signal = SignalWatch(
-            config.algorithm.advantage, config.rollout.group_size, should_end=not config.rollout.ignore_eos
+            config.algorithm.advantage, config.rollout.group_size, completions_should_end=not config.rollout.ignore_eos
         )
         self._waits = WaitWatch(config.reward.workers, config.reward.concurrency)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}

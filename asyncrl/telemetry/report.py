@@ -1,7 +1,8 @@
 """`report.html`: one self-contained page about a run, built from the files in its directory.
 
 Reads `metrics.jsonl`, `trace.json` (its end only), `rollouts/` and `config.yaml`; each may be missing. Everything that
-the model or the user wrote goes into the page as JSON data and onto the screen as text, never as markup.
+the model or the user wrote goes into the page as JSON data (the name of the run also as the title) and onto the screen as text,
+never as markup.
 """
 
 from __future__ import annotations

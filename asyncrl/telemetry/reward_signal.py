@@ -42,11 +42,12 @@ Metrics = Mapping[str, float]
 
 
 class SignalWatch:
-    """Counts over all steps, in order. `advantage` and `group_size` are settings. `should_end`: False if cuts are intended."""
+    """Counts over all steps, in order. `advantage` and `group_size` are settings. `completions_should_end`: False if every
+    completion is meant to be cut (`rollout.ignore_eos`)."""
 
-    def __init__(self, advantage: str, group_size: int, should_end: bool = True) -> None:
+    def __init__(self, advantage: str, group_size: int, completions_should_end: bool = True) -> None:
         self._within_groups = group_size > 1 and advantage not in _ACROSS_GROUPS
-        self._should_end = should_end
+        self._completions_should_end = completions_should_end
         self._flat_steps = self._clipped_steps = 0
 
     def step(self, metrics: Metrics) -> dict[str, float]:
@@ -57,7 +58,7 @@ class SignalWatch:
         if self._within_groups and not flat:
             flat = metrics["frac_reward_zero_std"] == 1
         self._flat_steps = self._flat_steps + 1 if flat else 0
-        clipped = self._should_end and metrics.get("completions/clipped_ratio", 0.0) >= LARGE_CLIPPED_RATIO
+        clipped = self._completions_should_end and metrics.get("completions/clipped_ratio", 0.0) >= LARGE_CLIPPED_RATIO
         self._clipped_steps = self._clipped_steps + 1 if clipped else 0
         return {COUNT: float(self._flat_steps), CLIPPED: float(self._clipped_steps)}
 
@@ -107,7 +108,7 @@ def _describe_share_cut(metrics: Metrics, known: Sequence[str]) -> str:
 
 
 def _describe_clipped(metrics: Metrics, known: Sequence[str] = ()) -> str:
-    return f"{_describe_share_cut(metrics, known)}, for {metrics[CLIPPED]:.0f} steps in a row"
+    return f"for {metrics[CLIPPED]:.0f} steps in a row {_describe_share_cut(metrics, known)}"
 
 
 _DESCRIBED = {COUNT: describe, CLIPPED: _describe_clipped}

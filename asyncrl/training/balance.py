@@ -8,10 +8,10 @@ asks for it: `output_router_logits` with a `router_aux_loss_coef`.
     added to the loss         coefficient x the mean balance of the step's sequences, weighted as the loss weights them
 
 The formula is no sum over tokens, so the balance of a batch depends on which sequences the batch holds. The balance of a single
-sequence and its gradient do not depend on how a step is split into microbatches or ranks. The weights of the mean add up to 1 under
-each normaliser: scored tokens / N for `tokens`, 1 / N for `sequences`. So a coefficient has the same effect under each normaliser.
-(`bnpo` divides inside a microbatch, and takes the mean over the microbatch.) Sequences without a scored token are not run, and
-have a balance of 0.
+sequence and its gradient do not depend on how a step is split into microbatches or ranks. For `tokens` the weight of a sequence in
+the mean is its share of the scored tokens, for `sequences` it is 1 / sequences. The weights add up to 1, so a coefficient has the
+same effect under each normaliser. (`bnpo` divides inside a microbatch, and takes the mean over the microbatch.) Sequences without a
+scored token are not run, and have a balance of 0.
 
 Shares count the k largest logits, as in transformers, even where recorded routes are replayed, or where a model adds a bias
 before it chooses (Ernie 4.5, MiniMax-M3).
@@ -86,9 +86,9 @@ def balance_of(routes: Routes, batch: Microbatch) -> Tensor:
         sent, probs = _of_layer(routes.logits[layer], k)
         sent_TE += sent
         probs_TE = probs_TE + probs
-    sent_BE, length_B = _over_sequences(sent_TE, batch)
+    sent_BE, tokens_B = _over_sequences(sent_TE, batch)
     probs_BE, _ = _over_sequences(probs_TE, batch)
-    choices_B = length_B * len(routes.logits)
+    choices_B = tokens_B * len(routes.logits)
     return probs_TE.shape[1] * (sent_BE * probs_BE).sum(1) / choices_B.square()
 
 
@@ -108,5 +108,5 @@ def _over_sequences(value_TE: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor
     # A sequence without a scored token has no node.
     sequence_K, node_K = to_device(batch.member_sequence, device), to_device(batch.member_node, device)
     sums_BE = value_TE.new_zeros(batch.sequences, experts).index_add(0, sequence_K, sums_NE[node_K])
-    length_B = np.bincount(batch.member_sequence, batch.node_length[batch.member_node], batch.sequences)
-    return sums_BE, torch.from_numpy(np.maximum(length_B, 1)).to(value_TE)
+    tokens_B = np.bincount(batch.member_sequence, batch.node_length[batch.member_node], batch.sequences)
+    return sums_BE, torch.from_numpy(np.maximum(tokens_B, 1)).to(value_TE)

@@ -5,7 +5,7 @@
 So all microbatches must be known before the first one is trained. The configuration refuses such a loss for a streamed step. Only
 with a second gradient buffer (second_buffer.py) may the counts be unknown until the end of the step.
 
-Every rank must call these collective functions between two steps in the same order, also a rank without microbatches.
+These functions are collective: in each step all ranks must make the same calls in the same order, also a rank without microbatches.
 """
 
 from __future__ import annotations

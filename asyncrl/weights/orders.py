@@ -29,7 +29,7 @@ MOST_FAILURES = 3  # failed broadcasts in a row; a lost node resets the count
 
 
 class Order(NamedTuple):
-    """One broadcast, in JSON types. `group`: the number of the present process groups; new groups get the next number. `outputs`:
+    """One broadcast, in JSON types. `group`: a serial number of its process groups; new groups get the next one. `outputs`:
     see `PostedVersion`. `whole`: the receivers have no weights yet, so they need all, even if the run trains only adapters."""
 
     version: int

@@ -13,6 +13,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -23,9 +24,14 @@ import warm
 
 import asyncrl.checkpoint.atomic as atomic
 from asyncrl.checkpoint.manifest import Comparison, compare
+from asyncrl.checkpoint.shards import write_shard
 from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.errors import CheckpointError
+
+
+class Own(dict[str, Any]):
+    """A dictionary that `torch.load(weights_only=True)` refuses."""
 
 
 def model_writer(text: str, size: int = 0) -> Any:
@@ -469,3 +475,16 @@ def test_a_real_model_loads_from_the_checkpoint(tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "latest")
     for (name, ours), theirs in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+def test_a_shard_of_an_earlier_attempt_takes_no_place_of_one_that_waits_to_be_moved(tmp_path: Path) -> None:
+    # The second attempt resumed before version 40.
+    for version in (40, 30, 31):
+        write_shard(tmp_path, version, 1, {"weight": torch.zeros(2)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_30-rank_1.pt", "step_31-rank_1.pt"]
+
+
+@pytest.mark.parametrize("kind", [MappingProxyType, Own])
+def test_a_mapping_that_would_not_be_read_again_is_refused(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"trainer\['state'\] is .*{kind.__name__}; pass only"):
+        state_writer(trainer={"state": kind({})}, run={})(tmp_path)

@@ -167,13 +167,15 @@ async def test_models_names_the_policy_and_its_room() -> None:
         ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, ("thinking", "chat_template_kwargs")),
         ("/v1/messages", {"max_tokens": None}, ("max_tokens",)),
         ("/v1/messages", {"tool_choice": {"type": "any"}}, ("tool_choice", "cannot be forced")),
+        ("/inference/v1/generate", {"sampling_params": {"stream": True}}, ("sampling_params.stream", "only false")),
+        ("/inference/v1/generate", {"sampling_params": {"seed": 1}}, ("sampling_params.seed", "would be equal")),
     ],
 )
 async def test_what_is_not_honoured_is_refused_by_name(
     path: str, change: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     async with opened(Script("qwen2_5")) as o:
-        status, reply = await o.post(path, bodies()[path] | change)
+        status, reply = await o.post(path, bodies().get(path, {"token_ids": [1]}) | change)
         assert status == 400 and all(word in reply["error"]["message"] for word in words), reply
         assert ("type" in reply) == (path == "/v1/messages") and reply["error"]["type"] == "invalid_request_error"
         assert o.session.turns == 0 and o.counts["endpoint/refused"] == 1

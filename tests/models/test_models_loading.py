@@ -31,7 +31,7 @@ from asyncrl.models.loading import (
     parameter_count,
 )
 from asyncrl.models.native.norms import FusedRMSNorm
-from asyncrl.models.parameters.flat import add_wider_
+from asyncrl.models.parameters.flat import add_widened_
 from asyncrl.models.paths import PLAIN
 from asyncrl.models.policy import PolicyModel
 
@@ -238,11 +238,11 @@ def test_what_is_loaded_is_not_said_to_be_left_out(tmp_path: Path, caplog: pytes
     assert not [record for record in caplog.records if record.name == "asyncrl.models"]
 
 
-def test_add_wider_equals_a_plain_addition() -> None:
+def test_add_widened_equals_a_plain_addition() -> None:
     target = torch.randn(600, 1000)
     source = torch.randn(600, 1000).to(torch.bfloat16)
     expected = target + source.float()
-    add_wider_(target, source)
+    add_widened_(target, source)
     assert torch.equal(target, expected)
 
 

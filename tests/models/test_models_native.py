@@ -16,7 +16,7 @@ from asyncrl.models.head import logprobs
 from asyncrl.models.native import kernels
 from asyncrl.models.native import library as native
 from asyncrl.models.native.kernels import Scratch
-from asyncrl.models.parameters.flat import add_wider_
+from asyncrl.models.parameters.flat import add_widened_
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels were not built here")
 
@@ -136,7 +136,7 @@ def test_bfloat16_is_rounded_to_nearest_even_and_widened_exactly() -> None:
     native.swiglu(gate_up.to(torch.bfloat16), out)
     torch.testing.assert_close(out, (200.0 * exact.bfloat16()).view(1, 48).bfloat16(), rtol=0, atol=0)
     into = torch.arange(37.0)
-    add_wider_(into, torch.arange(37).bfloat16())
+    add_widened_(into, torch.arange(37).bfloat16())
     assert torch.equal(into, 2 * torch.arange(37.0))
 
 

@@ -74,7 +74,7 @@ class PlainCore:
         """Nothing is kept here for a session."""
 
     def remove(self, slot: int, *, keep_row: bool = False) -> None:
-        """Free the slot. `keep_row` is ignored, because requests share no cache here."""
+        """Free the slot. `keep_row` is ignored, because no later request uses the cache of an ended one here."""
         self.sequences.remove(slot)
         self.sequences.moves.clear()
         if slot in self._without_cohort:
@@ -119,8 +119,9 @@ class PlainCore:
                 self._cohorts.append(Cohort(members, self._prefilled_state(members, length - 1), set()))
                 self.sequences.cached[members] = length - 1
                 total += len(members) * (length - 1)
-        self.tokens_prefilled += total
-        return total
+        computed = total if self.policy.path.cached else 0
+        self.tokens_prefilled += computed
+        return computed
 
     def decode(self) -> Decoded:
         """Sample one token for every running sequence."""

@@ -259,7 +259,7 @@ class WorkerEngine(BaseEngine):
                     await anyio.sleep(_WATCH_S)
 
     async def _serve(self, peer: Peer) -> None:
-        """Returns when the process has ended. Errors: WorkerDied."""
+        """Runs until the process has ended. Errors: WorkerDied, then."""
         async with plain_task_group() as tasks:
             spawn(tasks, "watch over a worker", self._watch, peer)
             await peer.receive(self.recorder, self._on_message)

@@ -1,4 +1,4 @@
-"""The rank's end of one worker process: what it was sent, what it reported, and how it ended."""
+"""A worker process as its rank sees it: what the worker was sent, what it reported, and how it died."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@
 Brackets: weights that are used as one matrix. Parentheses: norms of some models. Experts replace [gate up] to down.
 transformers' forward computes q, k and v by three products, allocates every elementwise result, and records some thirty
 autograd nodes a layer. Here a layer is one autograd node. The node saves the inputs of the attention half and of the MLP
-half, q/k/v, the output of attention and gate/up. Its backward computes cheap values again, and adds weight gradients directly to
-the flat buffer. In a layer with experts the node ends with the norm before the experts. Sampling and training run the same code.
+half, q/k/v, the output of attention and gate/up; with checkpointing it saves only its input. Its backward computes cheap values
+again, and adds weight gradients directly to the flat buffer. In a layer with experts the node ends with the norm before the
+experts. Sampling and training run the same code.
 
 `FusedDecoder.try_build` accepts a model only if layers.py knows all parts of its layers, and if each fused layer reproduces a
 recorded call of the model's own layer (tracing.py). Other models run through transformers, which is slower. Modules, weights

@@ -136,8 +136,8 @@ def token_logprobs(
     grad_buffer: [V, E]. Backward adds the weight gradient to this buffer, in its dtype, and autograd gets None.
     bias_grad: [V], the same for the gradient of the bias.
     keep_logits: the largest number of logits that forward keeps for backward, in memory of `spare`.
-    project: a faster `hidden @ weight.T + bias`. kernel: replaces torch's passes over logits that are not soft-capped; it reads the
-    temperatures on the CPU, so a CPU tensor avoids a synchronisation.
+    project: a faster `hidden @ weight.T + bias`. kernel: replaces the default passes over logits that are not soft-capped; it reads
+    the temperatures on the CPU, so a CPU tensor avoids a synchronisation.
     """
     target_S = target_S.to(torch.int64).contiguous()
     keep = torch.is_grad_enabled() and target_S.numel() * weight_VE.shape[0] <= keep_logits
@@ -173,7 +173,7 @@ class _TokenLogprobs(torch.autograd.Function):
             passes.statistics(chunk, first, columns, logp)
             if kept is not None:
                 kept[first:last].copy_(chunk)
-        # Backward overwrites the logits, so it can run only once.
+        # Backward overwrites the kept logits. A second backward computes them again.
         ctx.kept = kept
         ctx.save_for_backward(hidden, weight, bias, target, inverse, lse, entropy)
         ctx.options = options

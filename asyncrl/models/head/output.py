@@ -1,4 +1,5 @@
-"""Finds how a model computes its logits from its last hidden states `h`: the product of the head, a scale and a soft cap.
+"""Finds how a model computes its logits from its last hidden states `h`: the matrix product of the
+head, then a scale, then a soft cap.
 
     z = h W' + b,   logits = scale z,   or, with a soft cap (Gemma 2, arXiv:2408.00118, section 2),
     logits = softcap tanh(scale z / softcap)
@@ -32,7 +33,7 @@ from ..attention.tree import TreePlan
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _TOKENS = 3
-# Largest argument of tanh in the test values. Larger arguments do not separate two caps better in float32.
+# Largest argument of tanh in the test values, for scales of at most 1. Larger ones do not separate two caps better in float32.
 _LARGEST_ARGUMENT = 3.0
 
 

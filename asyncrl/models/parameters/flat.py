@@ -27,7 +27,7 @@ _BLOCK = 1 << 18
 _PRODUCT_ROWS = 4096
 
 
-def add_wider_(target: Tensor, source: Tensor) -> None:
+def add_widened_(target: Tensor, source: Tensor) -> None:
     """`target += source` for a `source` of the same or a narrower dtype, and of the same shape. `target` is contiguous.
 
     On a CPU torch's addition of mixed dtypes has a fifth of the rate of a conversion in cache plus an addition.
@@ -60,7 +60,7 @@ def add_product_(target: Tensor, left: Tensor, right: Tensor) -> None:
         for start in range(0, target.shape[0], _PRODUCT_ROWS):
             part = target[start : start + _PRODUCT_ROWS]
             torch.mm(left[start : start + _PRODUCT_ROWS], right, out=product[: part.shape[0]])
-            add_wider_(part, product[: part.shape[0]])
+            add_widened_(part, product[: part.shape[0]])
 
 
 @cache
@@ -211,7 +211,7 @@ class FlatParameters(FlatWeights):
             # Head and embedding add to the buffer themselves and return no gradient to autograd.
             if parameter.grad is None:
                 return
-            add_wider_(target, parameter.grad)
+            add_widened_(target, parameter.grad)
             parameter.grad = None
 
         return accumulate

@@ -21,8 +21,9 @@ and fetches each version once (`fetch`). Otherwise every decode step would read 
 
 A GPU runs work later than the call that launches the work. So `fetch` and `reads_ended` return a `DeviceWait`: a
 function that blocks its thread until the device is ready. On a CPU both methods return None. `wait_for_device` calls
-the function on another thread, so that the device's own thread (the lane) does not block. Two waits are necessary:
-* The owner waits for its stream before `write` stores the version. So readers need no wait.
+the function on another thread, so that the device's own thread (the lane) does not block. Three waits are necessary:
+* Inside `write` the owner waits for its stream. So a reader that sees the version may read the half at once.
+* A reader with copies waits for `fetch` before it reads the copy.
 * A reader waits for `reads_ended` before the reader reports that it has moved to the other half.
 
 The board does not count its readers. The caller of `write` must know that no process reads the half (weights/sync.py).
