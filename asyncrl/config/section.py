@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 
 def expand_home(path: str | None) -> str | None:
-    """Replaces a leading `~` or `~user` of a path, or of the address of user code, as a shell does. An unknown `~user` is kept."""
+    """Replaces a leading `~` or `~user` of a path, or of `file.py:function`, as a shell does. An unknown `~user` is kept."""
     return None if path is None else os.path.expanduser(path)
 
 

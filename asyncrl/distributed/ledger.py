@@ -215,7 +215,7 @@ class LocalLedger:
         return sorted((e.ticket for e in self.books.entries.values()), key=lambda t: t.group_id)
 
     def due(self) -> int:
-        """Always 0: one rank has no shares."""
+        """Always 0: only a run with one rank calls this method."""
         return 0
 
     def last_step(self, rank: int) -> list[int]:
@@ -229,7 +229,7 @@ class LocalLedger:
         return f"{self.books.describe()}; {sum(map(len, self._queues.values()))} groups wait for a slot"
 
     def remote_cause(self) -> str | None:
-        """Always None: there is no other rank."""
+        """Always None: only a run with one rank calls this method."""
         return None
 
     def _changed(self) -> None:

@@ -310,7 +310,7 @@ def _fits(source: Tensor | None, target: Tensor) -> bool:
 
 
 def _make_visible(parameter: Tensor, embedding: bool, generator: torch.Generator) -> None:
-    """Scales small matrices up, and adds noise to constant vectors."""
+    """Scales up matrices whose values are small, and adds noise to constant vectors."""
     if not parameter.is_floating_point() or not parameter.numel():
         return
     if parameter.ndim >= 2:

@@ -75,7 +75,7 @@ class ModelSkeleton:
         """A policy for sequences of at most `longest` tokens, or None if the model must be loaded from its files.
 
         `half` is one half of the weight board. The trainer may write it now, so the weights can be a mixture of two versions. The
-        caller must call `flat.move_to` before the policy samples. `extras`: see `describe_extras`."""
+        caller must call `policy.flat.move_to` before the policy samples. `extras`: see `describe_extras`."""
         if extras is None or _has_other_tensors(self.module):
             return None
         buffers = {name: _from_text(text).to(half.device) for name, text in extras["buffers"].items()}
@@ -112,7 +112,7 @@ def _has_other_tensors(module: PreTrainedModel) -> bool:
 
 
 def _set_parameters(module: nn.Module, views: Mapping[str, Tensor]) -> None:
-    """Replaces parameters by views, vectors by float32 copies: `PolicyModel` tests norms in float32, then copies all weights."""
+    """Sets matrices to views and vectors to float32 copies: `PolicyModel` tests norm layers in float32, then copies all weights."""
     replacements: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         view = views[name]

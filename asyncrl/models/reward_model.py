@@ -205,8 +205,8 @@ def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
 
 
 def _activation_bytes(module: nn.Module, width: int, tokens: int) -> int:
-    """Bytes of activations in one layer at most: hidden states in and out, queries, keys and values, the two halves of the MLP and
-    their product. 0 for a module without a configuration."""
+    """Bytes of activations in one layer at most: six tensors of the hidden size (states, queries, keys, values), three of the MLP's
+    size (its two halves and their product), and two float32 tensors in a norm. 0 for a module without a configuration."""
     text = _text_config(module)
     if text is None:
         return 0

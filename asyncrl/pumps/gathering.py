@@ -4,8 +4,8 @@
               │ time is up, epoch over, too old: dropped and counted
 
 * The queue of whole groups needs no bound of its own, because each group in it keeps its place in its producer's ring.
-* A group whose versions are known is dropped and counted at once if no place is left within `rollout.max_staleness`: its producer
-  can play a new group with newer weights. A group without versions waits for its slot.
+* A group whose versions are known is dropped and counted at once if every step within `rollout.max_staleness` is full: its
+  producer can play a new group with newer weights. A group without versions waits for its slot.
 * An incomplete group ends in four cases: `door.timeout_s` after its first member (`door.on_timeout`: drop it, train the members
   that came, or end the run); `door.reconnect_s` after the last producer of its epoch left; when a member is too old to be trained;
   when a record of the group fails its checks.
@@ -49,7 +49,7 @@ class DoorStatistics:
     too_old: int = 0
     # Dropped: members were missing at the time-out or at the end of their epoch.
     incomplete: int = 0
-    # Submitted with the members that came in time.
+    # Queued for the intake with the members that came in time.
     partial: int = 0
     refused: int = 0
     last_refusal: str = ""

@@ -49,8 +49,8 @@ class Intake:
         self._reroll = reroll
         algorithm = ports.config.algorithm
         needs_reference = ports.loss.needs_reference or ports.reward_penalty is not None
-        # Compute the reference log-probs on the lane while other processes score the rewards. Not with siblings:
-        # `_compute_reference` hides an error, and siblings would still wait in the call that failed.
+        # Compute the reference log-probs on the lane while other processes score the rewards. Not if ranks share sequences:
+        # `_compute_reference` hides an error, and the other ranks would still wait in the call that failed.
         ahead = algorithm.kl.reference_ahead is not False and ports.config.distributed.context == 1
         self._reference_ahead = needs_reference and ahead and ports.score_groups and ports.builds_steps
         self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of incomplete own groups
@@ -67,7 +67,7 @@ class Intake:
         self.scored = 0  # trajectories
 
     async def take(self, item: Scoring) -> Group | None:
-        """Score one played trajectory, or all members of a group. Returns the filtered group after its last member, else None."""
+        """Score one played trajectory, or all members of a group. Returns the scored group after its last member, else None."""
         ticket, book, store = item.ticket, self._ports.book, self._ports.store
         self._ports.recorder.gauge("queue/stash/depth", self.incomplete)
         if ticket.group_id not in book:  # another member failed

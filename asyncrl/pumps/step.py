@@ -98,9 +98,9 @@ class FailedGroups:
         self._first_failure: str | None = None
 
     async def end(self, step: Step, error: GroupsFailed | DivergenceError) -> None:
-        """Call this method after the step was aborted. Returns if the run can continue. Errors: for a GroupsFailed
-        with groups of this step a TrainStepError, or a DivergenceError if that was the cause, which names the groups. Otherwise
-        the original error, since no group is known to be the cause."""
+        """Call this method after the step was aborted. Returns if the run can continue. Errors: a TrainStepError
+        (DivergenceError if that was the cause) that names the failed groups of this step. The original error, if no group is known
+        to be the cause."""
         ports = self._ports
         cause = error.cause if isinstance(error, GroupsFailed) else error
         failed = [rows for rows in step.rows if isinstance(error, DivergenceError) or rows.group_id in error.group_ids]

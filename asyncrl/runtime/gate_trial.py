@@ -52,8 +52,8 @@ from asyncrl.types import (
 _GROUPS = ((7, (13, 9, 4)), (2, (26,)))
 _SHARED = 4
 # (prompt, completion, whether the prompt is the previous request's). A matrix product of a new size is compiled, which takes longer
-# than its computation. So every prefill has 12 tokens: 16 + 8 before the new version, because a prompt's last token is decoded,
-# and 16 + 8 + 3 x 4 after the new version. Two of the three rows end at the same step.
+# than its computation. So every prefill has 12 tokens. Before the new version 16 + 8 = 2 x 12 tokens are prefilled, because a
+# prompt's last token is decoded; after the new version 16 + 8 + 3 x 4 = 3 x 12. Two of the three rows end at the same step.
 _REQUESTS = ((17, 5, False), (17, 6, True), (9, 5, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
 # For the plain path: both prompts of 17 tokens in one prefill, so that their rows share a cache and end at different steps.

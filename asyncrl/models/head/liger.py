@@ -181,7 +181,7 @@ class LigerHead:
         entropy_slope: Tensor,
     ) -> None:
         """Overwrites logits [R, V] with their gradient. `inverse` [R] is 1 / temperature. `logp_slope` and `entropy_slope` [R] are
-        the gradients of log-prob and entropy, divided by the temperature."""
+        the derivatives of the loss by log-prob and entropy, divided by the temperature."""
         kernel = self._triton_kernels.gradient_kernel[(len(lse),)]
         kernel(logits, target, inverse, lse, entropy, logp_slope, entropy_slope, N=logits.shape[1], **_ENTROPY_OPTIONS)
 

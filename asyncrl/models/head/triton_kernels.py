@@ -47,8 +47,8 @@ def gradient_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """LOGITS [R, N] = LOGP_SLOPE (onehot - p) - ENTROPY_SLOPE p (log p + ENTROPY), in place. The slopes [R] are the gradients of
-    log-prob and entropy, divided by the temperature."""
+    """LOGITS [R, N] = LOGP_SLOPE (onehot - p) - ENTROPY_SLOPE p (log p + ENTROPY), in place. The slopes [R] are the derivatives of
+    the loss by log-prob and entropy, divided by the temperature."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(TARGET + row)
     inverse = tl.load(INVERSE + row)
