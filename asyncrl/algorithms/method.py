@@ -1,8 +1,8 @@
 """The base class of losses and terms. A subclass declares its settings with their bounds, its conflicts, and its fixed settings.
 
-A method is a frozen dataclass. Its fields are its settings, each made by `setting`. Its docstring has the formula and the paper.
-`config/methods.py` makes everything else from these declarations: the schema of the configuration, `--help`, `asyncrl explain`, the
-checks before a run, and the rules of a resume.
+A method is a frozen dataclass. Its fields are its settings, each made by `setting`. Its docstring, or that of its `formula`, has
+the formula and the paper. `config/methods.py` makes everything else from these declarations: the schema of the configuration,
+`--help`, `asyncrl explain`, the checks before a run, and the rules of a resume.
 """
 
 from __future__ import annotations

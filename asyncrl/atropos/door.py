@@ -125,7 +125,7 @@ class AtroposDoor:
             await self._server.__aexit__(*exc)
 
     async def close(self) -> None:
-        """Refuse further groups, and announce the end to environment servers. Leaving the `async with` also closes the port."""
+        """Refuse further groups, announce the end to environment servers, and close the port. `__aexit__` also ends connections."""
         self.groups.end()
         try:
             await self._environments.announce_over()

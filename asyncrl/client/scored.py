@@ -54,7 +54,7 @@ class Scored:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON
     # [n, 2] rows (start, after): the segment of tokens from `start` on follows token `after`; -1: no token. None: no branches.
     branches: Any = None
-    # [t] the first sampled token of each reply. None: all sampled tokens are one reply.
+    # [t] the index of the first sampled token of each reply. None: all sampled tokens are one reply.
     turns: Any = None
     # [t] the reward of each reply. The difference of `reward` and their sum belongs to the last reply.
     turn_rewards: Any = None
@@ -81,7 +81,7 @@ def group_draft(
     group_size: int | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Draft:
-    """The record of the trajectories `scored`. Parameters: see `Client.push`. Errors: RecordError that names the trajectory."""
+    """The record of the trajectories `scored`. Parameters: see `Client.push`. Errors: RecordError."""
     rows = [_as_scored(position, value) for position, value in enumerate(scored)]
     numbers = list(range(len(rows))) if members is None else [int(member) for member in members]
     if len(numbers) != len(rows):

@@ -1,5 +1,5 @@
-"""A lane runs closures one at a time. `ThreadLane` has its own thread; no other thread uses the lane's device. `SimulatedLane` has
-no thread and serves tests and dry runs.
+"""A lane runs closures one at a time. `ThreadLane` has its own thread; only broadcasts of weights have a second lane on its device.
+`SimulatedLane` has no thread and serves tests and dry runs.
 
     caller (loop) --run(fn)--> priority queue --> lane thread --call_soon_threadsafe, once--> caller
 

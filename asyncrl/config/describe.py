@@ -17,7 +17,7 @@ from .resolve import PRESETS
 from .schema import Config
 from .text import dump
 
-# Settings and sections that a resume may change. Any other change is refused, for a reason in `_REASONS`. Settings of
+# Settings and sections that a resume may change. Any other change is refused (`refusal` has the reason). Settings of
 # methods are not listed, because each has `Setting.fixed`. distributed.sharding may change, since every rank reads the full state.
 _FREE = (
     "run resume checkpoint telemetry watchdog evaluate distributed.sharding dry_run threads door endpoint replay reroll "

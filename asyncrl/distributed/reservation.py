@@ -47,7 +47,7 @@ is the least over the other ranks. This only removes live groups and frees slots
 any other. Messages of the lost rank that come later change nothing: `arrive` and `admit` refuse them.
 
 Joining. A rank that joined the run counts from `begin` on, with the turn `t` of its weights, and `a` falls to `t` if `t < a`. The
-slots of the turns from `t` to `a` stay free, so only the check of I in `admit` bounds the next admissions. They have the deadline
+turns from `t` to `a` take back no slots, so only the check of I in `admit` bounds the next admissions. They have the deadline
 `t + m`, and `begin` refuses a `t` with `t + m < v`: no admission would be possible until the rank has newer weights.
 
 With `late="drop"` groups claim without the rule, in the order in which they are ready. `expired()` lists the groups past
@@ -71,7 +71,7 @@ _NO_ENGINE = 1 << 60
 
 
 def first_by_deadline(tickets: Iterable[Ticket]) -> list[Ticket]:
-    """The first ticket of each deadline, in order: if it may not have a place, no ticket of that deadline may."""
+    """The first ticket of each deadline, in the order of `tickets`: if it may not have a place, no ticket of that deadline may."""
     first = dict[int, Ticket]()
     for ticket in tickets:
         first.setdefault(ticket.deadline, ticket)

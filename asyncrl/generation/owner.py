@@ -11,9 +11,9 @@ some time, unless requests with smaller `priority` keep arriving.
 Only the owner task changes the running batch: between two closures on the lane it removes aborted sequences, completes weight
 updates, admits requests and delivers results.
 
-If even a short prefill stops all running sequences for longer than a decode step (`prefill_steps` > 0), requests wait until they
-have lost as much together, in rows times decode steps, as their prefill takes from the running rows. A rule that knew all later
-requests would lose at least half as much (Dooley, Goldman and Scott, "TCP dynamic acknowledgment delay", STOC 1998).
+If even a short prefill stops all running sequences for longer than a decode step (`prefill_steps` > 0), requests wait. They are
+admitted when the free rows have lost as much, in rows times decode steps, as a prefill costs the running rows. A rule that knew all
+later requests would lose at least half as much (Dooley, Goldman and Scott, "TCP dynamic acknowledgment delay", STOC 1998).
 
 An engine may keep the cache of a finished request for the next request of its session (`_remove`). A kept cache counts as free:
 `_admit` ignores kept caches, and the engine drops them where a running request needs the room.

@@ -327,7 +327,7 @@ class Graph:
 
     async def wait_published(self) -> None:
         """Wait until every step is published and reported, and every engine has the newest weights. Errors: LifecycleError if
-        this rank builds no steps, or if several training ranks have to send the weights: the others do not know of this call."""
+        roles differ, and this rank builds no steps or other ranks must send the weights, too: they do not know of this call."""
         ports, interval = self._ports, self._ports.config.rollout.weight_sync_interval
         has_roles = self._role_parts.dispatch is not None or self._role_parts.remote is not None
         if has_roles and (not ports.builds_steps or (interval > 1 and not ports.alone)):

@@ -29,7 +29,7 @@ _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # Names of arguments that are not columns. A data column of such a name is refused if the function has such an argument.
 RESERVED = ("prompts", "completions", "completion_ids", "generation_prompt", "trainer_state", "log_extra", "log_metric")
-# Only a function whose signature names one of these gets it, so that `**columns` may have such columns.
+# The run passes these only to a function whose signature names them, so `**columns` may get data columns of these names.
 BY_NAME = ("num_turns", "tool_calls", "notes", "base_url", "api_key")
 
 
@@ -163,7 +163,7 @@ def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Pa
         results = [function(solution_str=_text_of(completion), **arguments) for completion in completions]
         return _collect(results)
 
-    # Only the names of columns are known before the first call, so `reward_model` counts as one with a ground truth.
+    # Only the names of columns are known before the first call, so a column `reward_model` is taken to have a ground truth.
     return _AdaptedFunction(score, lambda columns: check(columns, "reward_model" in columns), is_async(function))
 
 

@@ -330,9 +330,9 @@ class PromptLengths:
 
 
 def measure_prompts(config: Config, passed: PromptRows | None = None, own_environment: bool = False) -> PromptLengths:
-    """Measure the run's prompts with its tokenizer. If the prompts cannot be listed, the result is what the settings allow.
-    `passed`: rows that the program passed instead of `data.train`. `own_environment`: the program passes an environment. If only
-    a sample is measured, a longer prompt may come; it waits for room in the cache. Errors: DataError, ConfigError."""
+    """Measure the run's prompts with its tokenizer. With `rollout.max_context`, or if prompts cannot be listed, the result is the
+    most that the settings allow. `passed`: the program's rows, instead of `data.train`. `own_environment`: the program passes an
+    environment. If only a sample is measured, a longer prompt may come; it waits for room. Errors: DataError, ConfigError."""
     limit = row_limit(config) - config.rollout.max_tokens
     _check_sampling(config)
     if config.rollout.max_context is not None:
@@ -394,8 +394,8 @@ def load_prompts(
     config: Config, tokenizer: Any, world: World, passed: PromptRows | None, own_environment: bool = False
 ) -> tuple[PromptSource | None, list[Prompt], list[str]]:
     """(the cursor over the training prompts, the held-out prompts, sentences for the terminal). The cursor is None if groups are
-    submitted by a program or through `door.ring`. `passed`: rows that the program passed instead of `data.train`. Errors:
-    DataError, also for over-long prompts under `overlong: refuse`."""
+    submitted by a program or through `door.ring`, and on a rank above 0 that does not generate. `passed`: the program's rows,
+    instead of `data.train`. Errors: DataError, also for over-long prompts under `overlong: refuse`."""
     rows = passed
     if rows is None and config.data.train is not None:
         rows = rows_of(config.data.train)

@@ -48,7 +48,7 @@ _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", 
 
 class Journal:
     """Used as `async with Journal(...) as journal: await journal.open(decode)`. `live` may be used before `open`.
-    All methods are called on the loop's thread. Files are opened, written and rendered on other threads."""
+    All methods are called on the loop's thread, which also appends lines of metrics. Other threads do all other work on files."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Journal:
         """`directory`: None for a program without a run directory and for ranks other than the first: only `rollouts` are written.
         `lines`: show lines at the terminal, also without a directory. `rollouts`: on a training rank above 0: the run directory,
         into which this rank writes its rollouts, and the number of the rank.
-        `since`: lines of later versions, which an earlier process of the run wrote, are removed. None: a new run.
+        `since`: the last version whose line stays; later lines, of an earlier process of the run, are removed. None: a new run.
         `base`: see `Ports`. `last`: the last version of the run, if known."""
         self._config, self._base = config, base
         self._directory = directory

@@ -83,7 +83,7 @@ class DirectoryLock:
     def release(self) -> None:
         """Remove the file and release the lock. May be called twice."""
         if self._descriptors:
-            # `dir_fd`, because the directory may have been moved. After the unlock the file could belong to another run.
+            # `dir_fd`, because the directory may have been moved. Before the unlock, because later the file may be another run's.
             with contextlib.suppress(OSError):
                 if self._is_unchanged():
                     os.unlink(self.path.name, dir_fd=self._descriptors[0])

@@ -88,7 +88,7 @@ def try_advantage(config: Config) -> None:
     name, size = config.algorithm.advantage, config.rollout.group_size
     estimator = build_advantage(name, **flat_values(config.algorithm))
     rewards = [1.0, 0.0, None, 0.5] * size
-    # The default dictionaries have every component that an advantage may read.
+    # The `defaultdict`s have every component that an advantage may read.
     groups = [
         GroupRewards(values, defaultdict(values.copy), defaultdict(lambda: 1.0), [3] * size)
         for values in (rewards[:size], [0.5] * size, [None] * size)

@@ -69,7 +69,7 @@ class Stages:
 
 
 class Listener(Protocol[T_in]):
-    """`push` is called at each step's commit, without an `await` after the commit. `close` is called once or twice at the end."""
+    """`push` is called at each step's commit, with no `await` in between. `close` is called once or twice at the end."""
 
     def push(self, item: T_in) -> None: ...
 

@@ -1,7 +1,7 @@
 """The recorder of a run: trace events, waits, and the metrics of a step.
 
 Guarantees
-* Every method may be called from any thread and any task. No method awaits, and only `finish_devices` waits for work.
+* Any thread may call any method, except `register_device` and `watch`. No method awaits, and only `finish_devices` waits for work.
 * An event costs one or two microseconds, because every decode step records events.
 * Memory is bounded: after `max_events` trace events, further events are only counted (`dropped_events`). The intervals of a step
   are stored separately, so the idle shares stay correct when the trace is full.

@@ -1,7 +1,7 @@
 """Writes `trace.json` in the Chrome trace format, for https://ui.perfetto.dev or chrome://tracing.
 
 The file is one JSON object with `traceEvents`. The metadata events (`M`) are first, then the events of `Recorder.events`, one per
-line. So `read_tail` can read the end of a large file alone. Times are microseconds since the recorder started.
+line. So `read_tail` can skip the middle of a large file. Times are microseconds since the recorder started.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .recorder import LANE_PREFIX, Recorder
 from .records import TraceEvent
 
 _CHUNK = 4096  # events per write
-_HEAD_BYTES = 1 << 20  # metadata lines behind these bytes are not read
+_HEAD_BYTES = 1 << 20  # `read_tail` looks for metadata only in these first bytes
 
 
 def assign_rows(events: Iterable[TraceEvent]) -> dict[int, int]:

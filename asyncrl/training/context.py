@@ -27,7 +27,7 @@ from asyncrl.types import Int64Array, Microbatch
 
 
 def tokens_of_rank(values_T: npt.NDArray[Any], siblings: Collectives | None, padding: int = 0) -> npt.NDArray[Any]:
-    """[T, ...] -> the values [t, ...] of this rank's tokens, padded by `padding`. Without siblings all values."""
+    """[T, ...] -> the values [t, ...] of this rank's tokens, padded with `padding`. Without siblings all values."""
     if siblings is None:
         return values_T
     filled = np.full((-len(values_T) % siblings.world_size, *values_T.shape[1:]), padding, values_T.dtype)

@@ -76,7 +76,7 @@ def unbound_memory() -> Iterator[None]:
 
 
 def is_replaced(method: Any) -> bool:
-    """Whether `_sum_of_experts` computes the experts of this method."""
+    """Whether `_sum_of_experts` computes the experts of a layer. `method`: the `quant_method` of the layer."""
     return isinstance(getattr(method.moe_kernel, "fused_experts", None), CPUUnquantizedExperts)
 
 

@@ -2,7 +2,7 @@
 
 rank -> worker    {"requests": [[number, fields], ...], "ended": [session, ...]} + prompts int32
                                                     `fields` None: that request is cancelled
-worker -> rank    {"sequence": number, ...} + [4, C] of 4 bytes: token ids, both log-probs, versions; then the recorded routes
+worker -> rank    {"sequence": number, ...} + [4, C] of 4 bytes each: ids, both log-probs, versions of C tokens; then the routes
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .flat import FlatWeights, add_product_
 
-# Rows of a later product. oneDNN chooses the same layout for any number from 16 to 1,024 (measured).
+# Rows that `pack` tells oneDNN to expect. oneDNN chooses the same layout for any number from 16 to 1,024 (measured).
 _ROWS_HINT = 64
 
 

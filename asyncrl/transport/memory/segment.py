@@ -193,7 +193,7 @@ class Segment:
         return self._descriptor.path
 
     def keep_at_exit(self, keep: bool) -> None:
-        """Whether the name stays for the next owner when this process exits without `close`."""
+        """Set whether the name stays for the next owner when this process exits without `close`."""
         self._descriptor.keep_name = keep
 
     @property
@@ -229,7 +229,7 @@ class Segment:
 
 @dataclass(slots=True)
 class _Descriptor:
-    """The open file of a segment: the descriptor with the lock, and whether closing removes the name."""
+    """The open file of a segment: the descriptor, which holds an owner's lock, and whether closing removes the name."""
 
     fd: int
     path: str
@@ -253,7 +253,7 @@ class _Descriptor:
         self.close_file()
 
     def close_after_fork(self) -> None:
-        """In a forked child: close the shared file description, so that the lock ends with the parent."""
+        """In a forked child: close the copied descriptor, so that the lock ends with the parent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
