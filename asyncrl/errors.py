@@ -29,7 +29,7 @@
        |- RecordError               bytes cannot be read as a record, or trajectories cannot be made into one (also ValueError)
        |- RecordTooLarge            the record can never fit (also ValueError)
        |- RingFull                  no room before the deadline (also TimeoutError)
-       `- RingDetached              the owner of the ring has ended, or refused this producer (also ConnectionError)
+       `- RingDetached              the owner of the ring has ended, refused, or did not answer (also ConnectionError)
 
 A run stopped by SIGINT, SIGTERM or SIGHUP exits with 130, 143 or 129 (main.py).
 Each message says what was requested, what was found, and what to do.
@@ -202,7 +202,7 @@ class RingFull(TransportError, TimeoutError):
 
 
 class RingDetached(TransportError, ConnectionError):
-    """Nobody owns the ring, or its owner refused this producer."""
+    """Nobody owns the ring, or its owner refused this producer or did not answer."""
 
 
 class HookError(AsyncrlError):

@@ -150,7 +150,7 @@ def _check_row(row: Any, index: int, source: str) -> None:
 
 
 def _as_table(data: Any, source: str) -> Any:
-    """A data frame as an Arrow table, or as a list of rows if Arrow has no type for a column. None for other data."""
+    """A data frame as an Arrow table, or from pandas as a list of rows if Arrow has no type for a column. None for other data."""
     is_pandas = type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns")
     if not is_pandas and not hasattr(data, "__arrow_c_stream__"):
         return None

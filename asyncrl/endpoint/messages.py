@@ -118,7 +118,7 @@ def _joined(blocks: Sequence[Any]) -> str:
 
 
 def _messages(message: _AnthropicMessage) -> Iterator[dict[str, Any]]:
-    """A message in OpenAI's form. Results of tools are messages of their own."""
+    """One message as messages in OpenAI's form. Each result of a tool becomes a message of its own."""
     content: Any = message["content"]
     if isinstance(content, str):
         yield {"role": message["role"], "content": content}

@@ -30,7 +30,7 @@ class Pace:
     """See the module docstring."""
 
     def __init__(self, max_playing: int, admitted: Callable[[], int]) -> None:
-        """`max_playing`: the most groups that this rank may play at once. `admitted()`: groups that all ranks have admitted."""
+        """`max_playing`: the most groups that this rank may play at once. `admitted()`: number of admitted groups of all ranks."""
         self.others_mean_s = 0.0  # `Prompts.others_mean_s`; 0: unknown, the limit stays
         self._max_playing, self.limit = max_playing, RESERVE * max_playing
         self._admitted = admitted

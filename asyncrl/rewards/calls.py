@@ -34,8 +34,8 @@ class RewardSpec:
 
     A score is a number, or None: the function does not apply to this completion. A list has the reward of each reply of an episode,
     and their sum is the score. A mapping has the score as `score`, and other values to log. With `components` (name -> weight) a
-    mapping has these names, and each is a component `NAME/name` of the reward. An exception is an error of this completion alone.
-    `name` is the function's own name by default. `timeout_s` is the deadline of one call; None: that of the pool."""
+    mapping has these names, and each is a component `NAME/name` of the reward. An exception in place of a score is an
+    error of this completion alone. `name`: by default the function's own. `timeout_s`: of one call; None: that of the pool."""
 
     function: str | RewardFunction
     weight: float = 1.0

@@ -2,9 +2,9 @@
 
     completion ──quoted──▶ POST {url}/chat/completions ──reply──▶ the JSON object at its end ──▶ a score for each criterion
 
-* Each completion is one request with its own deadline and retries, so a failed request costs no other completion its score. Replies
-  without valid scores (`garbage`) and requests without a reply (`failures`) are counted. After the last try the completion has an
-  exception in place of its score, which `reward.on_error` treats.
+* Each completion has requests of its own: one, and at most `retries` more. So a failed request costs no other completion its score.
+  Replies without valid scores (`garbage`) and requests without a reply (`failures`) are counted. After the last request the
+  completion has an exception in place of its score, which `reward.on_error` treats.
 * The judged text cannot end its quotation: the lines around it contain a hash of the text. Control tokens in it are broken by a
   space, because many servers would read them. Scores are read only from the end of a reply, so a judge that repeats the text does
   not repeat its scores. None of this keeps a model from believing what the text says.
@@ -57,7 +57,7 @@ class _FailedRequest(Exception):
 @dataclass(frozen=True)
 class Judge:
     """A reward function that returns for each completion a mapping with the score of each criterion, in [0, 1], and with `score`,
-    the weighted sum. `timeout_s` and `retries` are of one request. `key` is used if `key_env` is None. Rest: see `JudgeConfig`."""
+    the weighted sum. `timeout_s` is of one request. `key` is used if `key_env` is None. Rest: see `JudgeConfig`."""
 
     url: str
     criteria: Mapping[str, str] | str
@@ -120,7 +120,7 @@ class Judge:
     async def _evaluate(
         self, messages: Sequence[Mapping[str, Any]], read: Callable[[str], T]
     ) -> tuple[T | RewardError, dict[str, Any]]:
-        """(what was read or the last error, the last reply and the numbers of requests and their errors)."""
+        """(the result of `read`, or the last error; the facts: the last reply, and the counts of requests and of their errors)."""
         facts: dict[str, Any] = {"requests": 0, "garbage": 0, "failures": 0, "reply": None}
         while True:
             facts["requests"] += 1

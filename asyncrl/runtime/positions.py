@@ -217,8 +217,8 @@ class Positions:
 def after_step(before: RankState, trained: Collection[int], ranks: int) -> RankState:
     """The state of a rank that died between a step and its announcement. `before`: the state before the step. `trained`: ids of
     the rank's groups in the step. `ranks`: number of ranks.
-    A resumed run plays all other prompts that the rank took during the step again, even if their group was dropped. It does not
-    play trained prompts again that `reroll` would choose for their low rewards: only the dead rank knew the rewards."""
+    A resumed run plays again all other prompts that the rank took during the step, even if their group was dropped. `reroll` plays
+    none of the trained prompts again, even if their rewards are low: only the dead rank knew the rewards."""
     cursor = before["prompts"]
     after = None if cursor is None else state_after(cursor, trained)
     taken = () if cursor is None or after is None else range(cursor["position"], after["position"], ranks)

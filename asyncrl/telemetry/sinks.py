@@ -3,7 +3,7 @@
 `write` is called on the event loop once a step. The JSONL sink writes a line in tens of microseconds, TensorBoard waits for its
 file, and the others use their own thread or process. `close` may block for seconds, so call it outside the event loop. The step of
 each sink is the policy version. `sinks.json` in the run directory has the ids of this run in wandb and MLflow. A resume uses these
-ids and repeats no step.
+ids, and sends no step again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Sink(Protocol):
     """Stores the metrics of each step. `close` may be called twice."""
 
     id: str  # of this run in the store; empty: the store has one run
-    after: int  # the last step stored before the resume; -1: none
+    after: int  # `Sinks` leaves out the steps up to this one
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store the metrics of a step. Called on the event loop, so it must not block longer than writing a short line."""

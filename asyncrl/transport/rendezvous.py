@@ -5,8 +5,8 @@
                                           <-   {ring, fresh} + eventfds [data, space], or {error}
     ... the connection stays open: when it ends, the other side is gone ...
 
-The address is abstract (nothing to clean up). It consists of the segment's random id (`run`) and the owner's secret. The secret is
-in the segment's header, in a file that only this user can read. So another user cannot bind the address before the owner binds it.
+The address is abstract (nothing to clean up). It consists of a random id (`run`) and the owner's secret. Both are in the header
+of the owner's segment, a file that only this user can read. So another user cannot bind the address before the owner binds it.
 Every user can see a bound address in /proc/net/unix, so after the owner's death another user could bind the same address.
 Therefore each side asks the kernel for the user of the other side, and closes the connection to another user.
 """

@@ -60,7 +60,7 @@ def disable_training(policy: PolicyModel) -> None:
 
 
 class Core:
-    """The running batch. The owner task calls `needs_prefill`, `add` and `remove` between closures; the lane calls the rest."""
+    """The running batch. The owner task calls the methods of the first section, between closures. The lane calls the others."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Core:
         self.tokens_copied = 0
         # Shared prompt -> the slots whose rows hold the prompt without its last token, computed with the current version.
         self._holders: dict[PrefixKey, set[int]] = {}
-        # Copies of rows, which the next closure makes first.
-        self._pending_copies: list[Callable[[], None]] = []
+        # Copies and swaps of rows and changes of the cache's shape, in order. The next closure makes them first.
+        self._pending_changes: list[Callable[[], None]] = []
 
     # -- between closures, on the loop --------------------------------------------------------------------------------
 
@@ -112,13 +112,13 @@ class Core:
         self._make_room(1, limit)
         # Moves and copies may reach a row that the cache's shape does not have yet.
         if columns.kept or reused:
-            self._pending_copies.append(self._fit(columns.occupied_slots.size + 1, max(columns.longest, limit)))
+            self._pending_changes.append(self._fit(columns.occupied_slots.size + 1, max(columns.longest, limit)))
         slot = columns.add(request, stop_ids)
         self._queue_moves()
         if reused:
             columns.inherit(slot, source, reused)
             rows = int(columns.row_of[source]), int(columns.row_of[slot])
-            self._pending_copies.append(partial(self.cache.copy_row, *rows, reused))
+            self._pending_changes.append(partial(self.cache.copy_row, *rows, reused))
         return slot
 
     def end_session(self, session: str) -> None:
@@ -171,7 +171,7 @@ class Core:
         self._queue_moves()
 
     def _queue_moves(self) -> None:
-        self._pending_copies += [partial(self.cache.swap_rows, *move) for move in self.sequences.moves]
+        self._pending_changes += [partial(self.cache.swap_rows, *move) for move in self.sequences.moves]
         self.sequences.moves.clear()
 
     def remove(self, slot: int, *, keep_row: bool = False) -> None:
@@ -190,11 +190,11 @@ class Core:
     # -- on the lane --------------------------------------------------------------------------------------------------
 
     def sync(self) -> int:
-        """Make the pending copies of rows and prepare for a new version. Every closure begins with this. Returns the version."""
+        """Make the pending changes and prepare for a new version. Every closure begins with this. Returns the version."""
         version = self.policy.version
-        for copy in self._pending_copies:
-            copy()
-        self._pending_copies.clear()
+        for change in self._pending_changes:
+            change()
+        self._pending_changes.clear()
         if (rows := self.sequences.occupied_slots.size) > 0:
             self._fit(rows, self.sequences.longest)()
         if version != self.version:

@@ -27,7 +27,7 @@ from .cache import KVCache
 
 # A product with terms reads at most this many bytes of float32 keys. bfloat16 keys are copied to float32, and must fit CPU caches.
 _BAND_BYTES = 8 << 20
-# The same on a GPU, where a band's dozen launches take as long as reading 128 MiB.
+# The same on a GPU. More, because the dozen launches of each band take as long as reading 128 MiB.
 _DEVICE_BAND_BYTES = 256 << 20
 
 
@@ -47,7 +47,7 @@ def split_bands(position_n: Int64Array, window: int | None, max_positions: int) 
 
 
 class _CachePieces:
-    """Pieces of rows that are written to the cache and attend to their whole row, by the cache's kernel. The host computes all
+    """Pieces of rows that are written to the cache and attend causally over their row, by the cache's kernel. The host computes all
     indices once, and one copy brings them to the device."""
 
     def __init__(self, cache: KVCache, layout: Tensor, pieces: int, longest_q: int, longest_k: int) -> None:
@@ -96,8 +96,8 @@ class DecodePlan(PlanWithRoutes):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
     def __init__(self, cache: KVCache, position_n: Int64Array, layout: Tensor | None = None) -> None:
-        """`layout`: a device tensor of the size of `DecodePlan.layout`, which the caller may overwrite with the layout of other
-        positions, none beyond `position_n`; None: the layout of `position_n`."""
+        """`layout`: a device tensor for a result of `DecodePlan.layout`. The caller may overwrite the tensor with the layout of
+        other positions, none beyond `position_n`. None: the layout of `position_n`."""
         self.cache = cache
         self.position_n = np.ascontiguousarray(position_n, np.int64)
         self.longest = int(position_n.max(initial=-1)) + 1
@@ -190,7 +190,7 @@ class DecodePlan(PlanWithRoutes):
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """Tokens [start..start + length) of the sequence in `row`, which already holds the tokens before `start`."""
+    """Tokens [start..start + length) of the sequence in `slot`. Its cache row `row` already holds the tokens before `start`."""
 
     slot: int
     row: int

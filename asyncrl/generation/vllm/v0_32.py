@@ -95,8 +95,8 @@ class CoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The result of a step for one request. `computed`: known tokens (of the prompt, or sampled before) that the step computed.
-    `cached`: tokens of the prompt that were found in the cache, reported with the first sampled token."""
+    """The result of a step for one request. `computed`: tokens of the prompt that the step computed, and sampled tokens that it
+    computed again. `cached`: tokens of the prompt that were found in the cache, reported with the first sampled token."""
 
     name: str
     token: int | None

@@ -7,7 +7,7 @@ embedded engine or vLLM (`opening.py`). Closures run on the worker's lane; meanw
     {"stage": text}             worker -> rank    progress of the start
     {"ready": true}             worker -> rank    the model is loaded
     {"weights": v, "half": h, "outputs": o}
-                                rank -> worker    move to this version; log-probs that the trainer computes with it, or null
+                                rank -> worker    move to version v, in half h of the board; o: see `PostedVersion`
     {"bound": v}                worker -> rank    every later token is sampled with this version
     {"report": ...}             worker -> rank    every `_REPORT_S`: statistics, running closure, telemetry
     {"requests": ...}           rank -> worker    see wire.py
