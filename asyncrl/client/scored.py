@@ -88,10 +88,10 @@ def group_draft(
         raise RecordError(f"group {group}: {len(rows)} trajectories with {len(numbers)} member numbers")
     sections: dict[int, Any] = {
         Section.TOKENS: [np.asarray(row.tokens) for row in rows],
-        Section.REWARDS: [reward_number(row.reward, "reward") for row in rows],
+        Section.REWARDS: [reward_number(row.reward, f"trajectory {i}: reward") for i, row in enumerate(rows)],
         Section.PROMPT_LENGTHS: [_prompt_length(position, row) for position, row in enumerate(rows)],
         Section.TEMPERATURES: [row.temperature for row in rows],
-        Section.FINISH_REASONS: [_reason_number(row) for row in rows],
+        Section.FINISH_REASONS: [_reason_number(position, row) for position, row in enumerate(rows)],
         Section.MESSAGES: [json_bytes(row.messages, "messages") for row in rows],
         Section.METADATA: [json_bytes(dict(row.metadata), "metadata") for row in rows],
         **component_sections([row.components for row in rows]),
@@ -145,7 +145,9 @@ def _check(position: int, row: Scored) -> None:
         raise RecordError(str(error)) from None
 
 
-def _reason_number(row: Scored) -> int:
+def _reason_number(position: int, row: Scored) -> int:
     if row.finish_reason not in REASON_NUMBERS:
-        raise RecordError(f"finish_reason is {row.finish_reason!r}; expected one of {', '.join(REASON_NUMBERS)}")
+        raise RecordError(
+            f"trajectory {position}: finish_reason is {row.finish_reason!r}; expected one of {', '.join(REASON_NUMBERS)}"
+        )
     return REASON_NUMBERS[FinishReason(row.finish_reason)]

@@ -69,7 +69,7 @@ class GroupBook:
         self._tickets[ticket.group_id] = ticket
 
     def remove(self, ticket: Ticket) -> bool:
-        """Take a group out of this book, because another rank may get the group. The rows stay. False if the group has ended."""
+        """Take a group out of this book, because another rank may get the group. The rows stay. False if it is not in the book."""
         return self._tickets.pop(ticket.group_id, None) is not None
 
     def write(self, group_id: int, column: str, values: Column) -> None:

@@ -91,8 +91,11 @@ async def test_what_is_wrong_is_said_and_nothing_is_pushed(name: str) -> None:
                     [Scored([1], prompt_length=1), Scored([1, 2], mask=[0, 1])],
                     r"mask is missing for trajectories \[0\]",
                 ),
-                ([Scored([1], prompt_length=1, finish_reason="done")], "is 'done'; expected one of stop"),
-                ([Scored([1], reward=float("inf"))], "finite"),
+                (
+                    [Scored([1], prompt_length=1, finish_reason="done")],
+                    "trajectory 0: finish_reason is 'done'; expected one of stop",
+                ),
+                ([Scored([1], reward=float("inf"))], "trajectory 0: reward is inf; expected a finite"),
                 ([Scored([1], reward=10**400)], "finite"),
                 ([Scored([1, 2], prompt_length=1, logprobs=[0.0])], "LOGPROBS: one array a member"),
                 ([Scored([1, 2], mask=[0, 1]), Scored([1, 2])], "trajectory 1: mask and prompt_length"),
