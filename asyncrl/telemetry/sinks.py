@@ -303,7 +303,7 @@ class MlflowSink:
         with suppress(queue.Full):
             self._queue.put(None, timeout=_MLFLOW_CLOSE_S if thread.is_alive() else 0.0)
         thread.join(max(0.0, deadline - time.monotonic()))
-        # The queue lacks the step that is being sent. It has the end marker in its place, unless it was full: then one step is missed.
+        # The queue lacks the step that is being sent. It has the end marker instead, unless it was full: then one step is missed.
         left_out = self._left_out + (self._queue.qsize() if thread.is_alive() else 0)
         if left_out:
             logger.warning("mlflow lacks %d steps, for which its store was too slow", left_out)

@@ -93,7 +93,7 @@ async def test_what_is_wrong_is_said_and_nothing_is_pushed(name: str) -> None:
                 ),
                 (
                     [Scored([1], prompt_length=1, finish_reason="done")],
-                    "trajectory 0: finish_reason is 'done'; expected one of stop",
+                    "trajectory 0: finish_reason is 'done'; expected one",
                 ),
                 ([Scored([1], reward=float("inf"))], "trajectory 0: reward is inf; expected a finite"),
                 ([Scored([1], reward=10**400)], "finite"),
