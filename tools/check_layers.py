@@ -111,10 +111,10 @@ CEILINGS: dict[str, int] = {
     "rewards": 1875,
     "runtime": 6836,
     "telemetry": 2790,
-    "training": 2132,
+    "training": 2133,
     "transport": 3295,
-    "weights": 897,
-    "tests": 64759,
+    "weights": 898,
+    "tests": 64760,
     "tools": 9265,
 }
 BENCHMARKS = "asyncrl_bench"

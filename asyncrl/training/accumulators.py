@@ -61,7 +61,8 @@ class Counts:
     tokens: float = 0.0
     microbatches: float = 0.0
     loss: float = 0.0
-    extra: float = 0.0  # sum of `LossSums.extra`; in survey.py, the number of tokens in that sum
+    # sum of `LossSums.extra`; in survey.py, the number of tokens in that sum
+    extra: float = 0.0
     # The part of `sequences` and `tokens` that is not run, since no gradient would come from it.
     skipped_sequences: float = 0.0
     skipped_tokens: float = 0.0

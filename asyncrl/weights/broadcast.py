@@ -208,7 +208,8 @@ class WeightReceiver(BoardOwner):
         super().__init__(board, workers)
         self._stripes, self._lane, self._desk = stripes, lane, desk
         self._lora = lora
-        self._complete = set[int]()  # halves that also hold the weights to which no adapter belongs
+        # halves that also hold the weights to which no adapter belongs
+        self._complete = set[int]()
         if lora is not None:
             dtype = torch.float64 if board.dtype == torch.float64 else torch.float32
             self._adapters = torch.empty(lora["elements"], dtype=dtype, device=board.half(0).device)

@@ -335,8 +335,9 @@ def test_truncation_stands_at_the_top(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     [warning] = collect(tmp_path)["warnings"]
-    assert warning.startswith("Until step 4: 95% of the completions were cut at rollout.max_tokens")
-    assert warning.endswith("for 4 steps in a row.")
+    assert warning.startswith(
+        "Until step 4: for 4 steps in a row 95% of the completions were cut at rollout.max_tokens"
+    )
 
 
 def test_long_texts_are_shortened(tmp_path: Path) -> None:
