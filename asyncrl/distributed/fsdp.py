@@ -223,7 +223,10 @@ def _mesh(group: dist.ProcessGroup, grid: Tensor, device: str) -> DeviceMesh:
     rank = dist.get_rank()
     # Ranks outside of `group`, which only generate, need not take part.
     column_and_row = [next(ranks for ranks in lines if rank in ranks) for lines in (grid.T.tolist(), grid.tolist())]
-    groups = [dist.new_group(each, use_local_synchronization=True, timeout=NO_TIMEOUT) for each in column_and_row[::-1]]
+    row_and_column = column_and_row[::-1]
+    groups: list[Any] = [
+        dist.new_group(each, use_local_synchronization=True, timeout=NO_TIMEOUT) for each in row_and_column
+    ]
     return DeviceMesh.from_group(groups[::-1], device, mesh=grid, mesh_dim_names=("copy", "shard"))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -185,7 +185,7 @@ class World(RankInfo, Collectives):
 
     def _group_of(self, ranks: tuple[int, ...]) -> Collectives | None:
         """The collectives over these ranks; None if this rank is not one of them. All ranks must call it, in the same order."""
-        group = dist.new_group(list(ranks), timeout=_NO_TIMEOUT)
+        group: Any = dist.new_group(list(ranks), timeout=_NO_TIMEOUT)
         return SomeRanks(self, group, ranks) if self.rank in ranks else None
 
     def close(self, *, failed: bool = False) -> None:
