@@ -66,7 +66,7 @@ def prepare(moment: str, number: int) -> None:
 
     match moment:
         case "generates":  # after a group of this rank has arrived at a rank that trains
-            LineClient.ask = ask_and_count  # type: ignore[method-assign]
+            LineClient.ask = ask_and_count  # type: ignore[method-assign]  # counts, and asks
             before(Episodes, "play", lambda *_: sent > 0, die)
         case "reads":  # goes on when a file is there
             before(opening, "load_prompts", lambda *_: True, wait_for_file)
