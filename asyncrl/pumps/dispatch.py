@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.data.prompts import PromptSource
+from asyncrl.distributed.exchange import Answer
+from asyncrl.distributed.line import LineServer
 from asyncrl.errors import EngineClosed, RankLost
 from asyncrl.ports import Ledger
 from asyncrl.telemetry.recorder import Recorder
@@ -31,29 +33,17 @@ from asyncrl.types import Prompt
 
 from .evaluate import Play, Sample
 
-Answer = tuple[Any, Sequence[Any]]
-Handler = Callable[[str, Any, Sequence[Any]], Awaitable[Answer | None]]
 NEXT, ADMITTED, REPORT, EVALUATE = "prompts/next", "prompts/admitted", "report", "evaluate"
 HERE, VERSION, TRAINED, ENDED, LEFT = "run/here", "run/version", "run/trained", "run/ended", "run/left"
 BEGUN = "run/begun"
 _AVERAGED = 16  # `_mean_s` is a mean of about this many groups
 
 
-class ServerLine(Protocol):
-    """The part of `distributed.line.LineServer` that rank 0 needs here."""
-
-    def on(self, kind: str, handler: Handler) -> None: ...
-
-    async def ask(self, peer: str, kind: str, header: Any) -> Answer: ...
-
-    async def tell(self, peer: str, kind: str, header: Any) -> None: ...
-
-
 class Dispatch:
     """See the module docstring. Create a `Dispatch` before a rank can connect, and call `start` when the cursor is restored."""
 
     def __init__(
-        self, line: ServerLine, recorder: Recorder, generating: Sequence[str], *, in_order: bool, listens: bool = False
+        self, line: LineServer, recorder: Recorder, generating: Sequence[str], *, in_order: bool, listens: bool = False
     ) -> None:
         """`generating`: names on the line of the ranks that generate; "" stands for this rank, if it generates, too.
         `in_order`: give a prompt only when the ledger has admitted the prompts before it. So each step has the same groups in every

@@ -2,7 +2,7 @@
 
 The follow pump, on a rank that only generates, stands in for the train pump and the publish pump:
 
-    consumes     versions that this rank's engine has (`Versions`)
+    consumes     versions that this rank's engine has (`EngineVersion`)
     produces     released turns: the ledger frees the slots of a step when every rank that generates has the step's weights
     waits for    the next version; the end of the run
     is woken by  the receiver of weights, rank 0
@@ -13,18 +13,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.data.prompts import PromptSource
+from asyncrl.distributed.exchange import Answer
+from asyncrl.distributed.line import LineClient
 from asyncrl.errors import DataError, EngineClosed, RankLost, WorkerDied
 from asyncrl.telemetry.samples import Samples
 from asyncrl.types import Prompt
 
 from .claims import drop_late
-from .dispatch import ADMITTED, BEGUN, ENDED, EVALUATE, HERE, LEFT, NEXT, REPORT, TRAINED, VERSION, Answer, Handler
+from .dispatch import ADMITTED, BEGUN, ENDED, EVALUATE, HERE, LEFT, NEXT, REPORT, TRAINED, VERSION
 from .evaluate import EvaluatePump
 from .metrics import COUNTED
 from .pipeline import Ports
@@ -33,41 +35,24 @@ from .pipeline import Ports
 GENERATED = ("engine/", "rollout/", "time/reward")
 
 
-class ClientLine(Protocol):
-    """The part of `distributed.line.LineClient` that is needed here."""
-
-    def on(self, kind: str, handler: Handler) -> None: ...
-
-    async def ask(self, kind: str, header: Any) -> Answer: ...
-
-    async def tell(self, kind: str, header: Any) -> None: ...
-
-
-class Versions(Protocol):
-    """The versions of the weights that a rank receives."""
-
-    async def next(self) -> int:
-        """Wait until this rank's engine has a version newer than the last result. Returns that version."""
-        ...
-
-
 class EngineVersion:
     """Stands in for the trainer on a rank that only generates: has the version of the engine's weights."""
 
-    def __init__(self, versions: Versions) -> None:
-        self._versions = versions
+    def __init__(self, receive: Callable[[], Awaitable[int]]) -> None:
+        """`receive()` waits until the engine has a version newer than its last result, and returns that version."""
+        self._receive = receive
         self.version = -1  # the engine has no weights yet
 
     async def next(self) -> int:
-        """Call `Versions.next`, and keep its result in `version`."""
-        self.version = await self._versions.next()
+        """Wait until the engine has a newer version. Returns that version."""
+        self.version = await self._receive()
         return self.version
 
 
 class Remote:
     """The connection of a rank other than 0 to rank 0's `Dispatch`. Create a `Remote` before rank 0 can ask, then call `start`."""
 
-    def __init__(self, line: ClientLine, *, joins: bool = False) -> None:
+    def __init__(self, line: LineClient, *, joins: bool = False) -> None:
         """`joins`: this rank joined a run that may have begun."""
         self._line, self.joins = line, joins
         self._started = asyncio.Event()

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import anyio
 import numpy as np
@@ -25,30 +25,18 @@ import numpy as np
 from asyncrl.algorithms.base import Loss
 from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.resolve import versions_per_batch
+from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import RankLost
 from asyncrl.transport.queues.queue import QueueSender
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
 from .claims import Claims, drop_late
-from .dispatch import Handler
 from .pipeline import Ports, Publication, put_item
 
 T = TypeVar("T")
 CALL = "trainer/call"
 # ([name, argument, headers of the microbatches], their arrays).
 _Call: TypeAlias = tuple[Any, Sequence[Any]]
-
-
-class LeaderLine(Protocol):
-    """The part of the leader's `distributed.line.LineServer` that is needed here."""
-
-    async def tell(self, peer: str, kind: str, header: Any, buffers: Sequence[Any]) -> None: ...
-
-
-class SiblingLine(Protocol):
-    """The part of a sibling's line to its leader that is needed here."""
-
-    def on(self, kind: str, handler: Handler) -> None: ...
 
 
 def encode(batches: Sequence[Microbatch]) -> tuple[list[dict[str, Any]], list[memoryview]]:
@@ -80,7 +68,7 @@ def decode(headers: Sequence[Mapping[str, Any]], buffers: Sequence[Any]) -> list
 class LeadingTrainer:
     """Implements `ports.Trainer` at a leader: sends each call to the siblings, and makes the same call on this rank's trainer."""
 
-    def __init__(self, ports: Ports, line: LeaderLine, siblings: Sequence[str]) -> None:
+    def __init__(self, ports: Ports, line: LineServer, siblings: Sequence[str]) -> None:
         """`ports`: with the leader's own trainer. `siblings`: their names on the line."""
         self._trainer, self._round, self._recorder = ports.trainer, ports.round, ports.recorder
         self._line, self._siblings = line, siblings
@@ -152,7 +140,7 @@ class LeadingTrainer:
 class CallQueue:
     """The calls of a leader, in order, at a sibling."""
 
-    def __init__(self, line: SiblingLine, leader: str) -> None:
+    def __init__(self, line: LineClient, leader: str) -> None:
         """`line`: to the leader. `leader`: the leader's name."""
         self.leader = leader
         # The groups of a step bound the queue: the leader waits for this rank at the end of each step.

@@ -20,12 +20,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import anyio
 import numpy as np
 
 from asyncrl.concurrency.supervisor import spawn
+from asyncrl.distributed.exchange import Buffer
+from asyncrl.distributed.line import LineClient
 from asyncrl.errors import DataError, LedgerError, RankLost, RecordError, RecordTooLarge
 from asyncrl.records.check import check_trajectory
 from asyncrl.records.read import read
@@ -45,16 +47,7 @@ _BOUND = 1 << 30
 # Only senders below this rank have metrics of their own, because each metric is a column of every step.
 _NAMED_RANKS = 64
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
 logger = logging.getLogger("asyncrl.pumps")
-
-
-class Line(Protocol):
-    """The connection to a training rank, such as a `LineClient`."""
-
-    async def ask(self, kind: str, header: Any, buffers: Sequence[Buffer]) -> tuple[Any, Sequence[Buffer]]:
-        """Errors: RankLost if the training rank is gone."""
-        ...
 
 
 def tokens_of(group: Group) -> int:
@@ -110,7 +103,7 @@ class Departures:
     is woken by  the score pump, the training ranks
     """
 
-    def __init__(self, ports: Ports, connect: Callable[[int], Awaitable[Line]], epoch: int) -> None:
+    def __init__(self, ports: Ports, connect: Callable[[int], Awaitable[LineClient]], epoch: int) -> None:
         """`connect(rank)`: the connection to the server of a training rank. `epoch`: the attempt of the run."""
         self._ports = ports
         self._connect = connect

@@ -52,7 +52,7 @@ class VersionSender:
 
 
 class SentVersions:
-    """The versions of a dry run's engine on a rank that only generates. Implements `pumps.follow.Versions`."""
+    """The versions of a dry run's engine on a rank that only generates."""
 
     def __init__(self, remote: Remote, version: int) -> None:
         """`version`: the version at the start."""

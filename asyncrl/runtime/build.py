@@ -334,7 +334,7 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     if not world.trains:
         assert run.remote is not None
         weights = SentVersions(run.remote, version)
-        run.engine_version = EngineVersion(weights)
+        run.engine_version = EngineVersion(weights.next)
         # On a rank without a trainer only `trainer.version` is read.
         trainer = cast(Trainer, run.engine_version)
     engine = DryRunEngine(

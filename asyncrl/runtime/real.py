@@ -93,7 +93,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
         if not world.trains:
             run.tokenizer = await offload(lambda: load_tokenizer_of(config.model), "tokenizer")
             workers, receiver = await open_generating(run, placement, positions)
-            run.engine_version = EngineVersion(receiver)
+            run.engine_version = EngineVersion(receiver.next)
             # On a rank without a trainer only `trainer.version` is read.
             return cast(Trainer, run.engine_version), workers, ()
         core = await lane.run(lambda: _load(run, cut), name="start/load")

@@ -414,7 +414,7 @@ async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> 
             await ledger.commit()
             await ledger.release(group_id - 1)
         remote: Any = SimpleNamespace(report=report, ended=anyio.Event(), trained=anyio.Event(), joins=False)
-        pump = FollowPump(ports, remote, EngineVersion(SimpleNamespace(next=next_version)))
+        pump = FollowPump(ports, remote, EngineVersion(next_version))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pump.run)
             with anyio.fail_after(5):

@@ -197,7 +197,7 @@ class Rank:
             LineLedger(line, world.books, self.number, recorder=self.recorder)
         )
         store = Store()
-        version: Any = EngineVersion(self) if not self.trains else None
+        version: Any = EngineVersion(self.next) if not self.trains else None
         if self.trains:
             lane = await stack.enter_async_context(SimulatedLane("device", self.recorder))
             trainer = DryRunTrainer(lane, self.recorder, train_token_s=plan.train_token_s, finish_s=FINISH_S)
@@ -317,7 +317,7 @@ class Rank:
     # -- generating nodes
 
     async def next(self) -> int:
-        """Of `Versions`."""
+        """For `EngineVersion`."""
         if self._follows:
             await self.desk.next(self.version)
             await anyio.sleep(BIND_S)
