@@ -166,9 +166,8 @@ LossFn = Callable[[LossInputs], LossSums]
 class Loss:
     """A loss for the trainer: a function with bound settings, the normalisers of its sums, and the inputs that it needs.
 
-    A loss with an `extra_normaliser` needs a second gradient buffer, or the counts of the whole step before the first backward (see
-    `with_scaled_extra`). A loss with `top_entropy_quantile` below 1 needs the entropies of the whole step before the first
-    backward. A streamed step cannot know these numbers in time.
+    Before the first backward, a loss with an `extra_normaliser` needs the counts of the whole step (see `with_scaled_extra`), and a
+    loss with `top_entropy_quantile` below 1 needs the entropies of the whole step. A streamed step knows neither in time.
     """
 
     name: str
@@ -189,7 +188,7 @@ class Loss:
 
     @property
     def needs_whole_step(self) -> bool:
-        """Whether the first backward needs counts (unless there is a second gradient buffer) or entropies of the whole step."""
+        """Whether the first backward needs counts or entropies of the whole step."""
         return self.extra_normaliser is not None or self.top_entropy_quantile < 1
 
     def with_control(self, control: EntropyControl) -> Loss:

@@ -65,12 +65,6 @@ class Entropy(Method):
         gt=0,
     )
     coef_delta: float = setting(0.005, "Change of a controlled coefficient per optimizer step.", gt=0, le=1)
-    second_gradient_buffer: bool = setting(
-        False,
-        "For streamed steps with a bonus and a loss that are divided by different numbers: collect the gradient of the bonus in a "
-        "second buffer, with a second forward and backward pass.",
-        flat="second_gradient_buffer",
-    )
 
     @property
     def on(self) -> bool:
@@ -98,20 +92,12 @@ class Entropy(Method):
                 f"algorithm.entropy.coef is {self.coef} with entropy.target {self.target}: a controlled coefficient stays "
                 "within [0, 1]; set coef to at most 1"
             )
-        if context.streaming and self.has_other_normaliser(context.loss) and not self.second_gradient_buffer:
+        if context.streaming and self.has_other_normaliser(context.loss):
             value = f"coef is {self.coef}" if self.target is None else f"target is {self.target}"
             yield (
                 f"algorithm.entropy.{value} with loss {context.loss.name} but steps are streamed: the bonus is divided by "
                 f"tokens, the loss by {context.loss.normaliser.value}, and neither number is known while gradients add up; use "
-                "entropy.second_gradient_buffer=true (a second buffer of the gradient's size, a second forward and backward), a "
-                f"loss that is divided by tokens ({', '.join(context.by_tokens)}), or rollout.streaming=false"
-            )
-
-    def warnings(self, context: CheckContext) -> Iterator[str]:
-        if self.second_gradient_buffer and not self.has_other_normaliser(context.loss):
-            yield (
-                f"algorithm.entropy.second_gradient_buffer=true with loss {context.loss.name} and entropy.coef={self.coef}: no "
-                "term needs a second buffer, so none is allocated"
+                f"rollout.streaming=false, or a loss that is divided by tokens ({', '.join(context.by_tokens)})"
             )
 
 

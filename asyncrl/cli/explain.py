@@ -74,7 +74,7 @@ def _losses(name: str) -> Iterator[str]:
         return
     streams = "no" if loss.normaliser is Normaliser.MICROBATCHES else "yes"
     by_tokens = loss.normaliser is Normaliser.TOKENS
-    entropy_needs = "nothing" if by_tokens else "entropy.second_gradient_buffer=true or rollout.streaming=false"
+    entropy_needs = "nothing" if by_tokens else "rollout.streaming=false"
     yield "\n".join(
         [
             f"loss {name}  (algorithm.loss={name})",

@@ -34,13 +34,6 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
     return chosen_terms(algorithm).kl.on or chosen_loss(algorithm).needs_reference
 
 
-def needs_second_buffer(algorithm: AlgorithmConfig) -> bool:
-    """Whether the trainer allocates a second gradient buffer: the setting is on, and the entropy term needs the buffer."""
-    terms = chosen_terms(algorithm)
-    requested = terms.entropy.second_gradient_buffer and terms.top_entropy.quantile == 1
-    return requested and terms.entropy.has_other_normaliser(chosen_loss(algorithm))
-
-
 def check_losses(config: Config, streaming: bool) -> Iterator[str]:
     """Yields a sentence for each contradiction. `streaming`: whether groups are trained before the size of their step is known."""
     algorithm = config.algorithm

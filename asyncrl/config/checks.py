@@ -14,7 +14,7 @@ from asyncrl.algorithms import registry
 from asyncrl.algorithms.registry import advantage_named
 from asyncrl.types import LOWEST_TEMPERATURE
 
-from .check_losses import check_losses, chosen_loss, chosen_terms, needs_second_buffer, shown_value
+from .check_losses import check_losses, chosen_loss, chosen_terms, shown_value
 from .fields import config_fields, get
 from .methods import SETTINGS
 from .schema import Config
@@ -515,12 +515,6 @@ def _check_distributed(config: Config) -> Iterator[str]:
             prefix
             + f"model.lora.rank is {config.model.lora.rank}: adapters are small, and their frozen base weights are "
             "not sharded; use distributed.sharding=replicate"
-        )
-    if needs_second_buffer(config.algorithm):
-        yield (
-            prefix
-            + "algorithm.entropy.second_gradient_buffer is true: the two gradients of a microbatch would need two backward "
-            "passes over ranks; use preset=one_off or sync without it, or distributed.sharding=replicate"
         )
 
 

@@ -43,7 +43,6 @@ import anyio
 import numpy as np
 
 from asyncrl.concurrency.supervisor import spawn
-from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.store import ADVANTAGES, copy_group
 from asyncrl.errors import DataError, DivergenceError, RankLost
@@ -71,7 +70,7 @@ class TrainPump:
     ) -> None:
         """`wait_published(turn)` waits until the publish pump has published every turn below `turn`. `on_step` is called with the
         report of each committed step."""
-        algorithm, rollout = ports.config.algorithm, ports.config.rollout
+        rollout = ports.config.rollout
         self._ports = ports
         self._claims = claims
         self._reroll = reroll
@@ -83,7 +82,7 @@ class TrainPump:
         # Train as soon as this many claimed groups are untrained; None: steps are not streamed.
         self._streams_from = rollout.streaming_min_groups if streams else None
         # The loss needs sums over the whole step, which all ranks exchange before each optimizer step.
-        self._surveys = ports.loss.needs_whole_step and not streams and not needs_second_buffer(algorithm)
+        self._surveys = ports.loss.needs_whole_step and not streams
         # Places, over all ranks, that are claimed from one round to the next; 0: all rounds run in `_finish`.
         has_rounds = streams and ports.round is not None
         self._places_per_round = max(rollout.streaming_min_groups, 1) * ports.ranks if has_rounds else 0

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from asyncrl.config.check_losses import needs_reference, needs_second_buffer
+from asyncrl.config.check_losses import needs_reference
 from asyncrl.config.resolve import row_limit, with_values
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
@@ -84,8 +84,7 @@ def predicted(
     number of ranks that train. `prompts`: result of `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path;
     None: guessed. `placement`: of the engine; None: on the trainer's device. `cut`: of a sharded model; None: over all ranks.
     Errors: ConfigError if the model's configuration cannot be read. The purposes are:
-    weights, gradients, optimizer: of the trained parameters, in float32 or wider. With adapters also the frozen weights, and with a
-    second buffer (training/second_buffer.py) the gradients once more.
+    weights, gradients, optimizer: of the trained parameters, in float32 or wider. With adapters also the frozen weights.
     copies: in the matmul dtype: the working copy, merged weights of adapters, the reference, both halves of the weight board, and
     what FSDP gathers. On a rank that only generates: the board, adapters, and frozen weights that they are merged with.
     microbatch: activations, logits, and the larger of the head's and one layer's backward.
@@ -149,7 +148,7 @@ def _weight_parts(
     shard = -(-trained // (cut.shards if sharded else 1)) * wide
     return {
         "weights": shard + (parameters * itemsize if adapters else 0),
-        "gradients": shard + (trained * wide if needs_second_buffer(config.algorithm) else 0),
+        "gradients": shard,
         "optimizer": 2 * shard,
         "copies": copies,
     }

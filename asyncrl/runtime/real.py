@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.offload import offload
-from asyncrl.config.check_losses import needs_reference, needs_second_buffer
+from asyncrl.config.check_losses import needs_reference
 from asyncrl.config.resolve import last_version, row_limit
 from asyncrl.config.schema import Config
 from asyncrl.distributed.line import LineClient
@@ -213,8 +213,7 @@ def _build(run: OpenRun, choose: Choose, cut: Cut) -> tuple[PolicyModel, Any, To
         return policy, tokenizer, sharded
     policy, tokenizer = load_policy(config.model, device, config.seed, choose, rows)
     _receive(policy, world)
-    second_buffer = needs_second_buffer(config.algorithm)
-    return policy, tokenizer, TorchTrainer(policy, config.train, world.train, second_buffer=second_buffer, **options)
+    return policy, tokenizer, TorchTrainer(policy, config.train, world.train, **options)
 
 
 def _receive(policy: PolicyModel, world: World) -> None:

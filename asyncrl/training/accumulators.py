@@ -61,8 +61,7 @@ class Counts:
     tokens: float = 0.0
     microbatches: float = 0.0
     loss: float = 0.0
-    # sum of `LossSums.extra`; in survey.py, the number of tokens in that sum
-    extra: float = 0.0
+    kept: float = 0.0  # only in survey.py: the tokens that `Microbatch.keep` selects
     # The part of `sequences` and `tokens` that is not run, since no gradient would come from it.
     skipped_sequences: float = 0.0
     skipped_tokens: float = 0.0
@@ -88,7 +87,7 @@ class Counts:
 
     def over_ranks(self, reducer: Reducer, device: torch.device) -> Counts:
         """The sums over all ranks. `self` is unchanged, since the step stays open if finish fails later."""
-        row = [self.sequences, self.tokens, self.microbatches, self.loss, self.extra]
+        row = [self.sequences, self.tokens, self.microbatches, self.loss, self.kept]
         row += [self.skipped_sequences, self.skipped_tokens, self.unknown_ids]
         table = torch.tensor(row, dtype=torch.float64)
         return Counts(*sum_over_ranks(reducer, table, device).tolist())
@@ -101,7 +100,6 @@ class Metrics:
     normalisers: dict[str, Normaliser]
     values: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
-    extra: Tensor | None = None
     # [AGES, 3], by age of the token: tokens, sum of k3, sum of |difference|.
     ages: Tensor | None = None
     # [3], over sequences sampled by the current version alone: tokens, sum and maximum of |difference|.
@@ -121,19 +119,14 @@ class Metrics:
                 combine = torch.minimum if reduction_of(name) == "min" else torch.maximum
                 self.values[name] = combine(self.values[name], value)
 
-    def add_loss(self, total: Tensor, extra: Tensor | None) -> None:
-        """Adds `LossSums.total` and `LossSums.extra` (0-d) of one microbatch."""
+    def add_loss(self, total: Tensor) -> None:
+        """Adds `LossSums.total` (0-d) of one microbatch."""
         value = total.detach().to(torch.float64)
         self.loss = value if self.loss is None else self.loss + value
-        if extra is not None:
-            value = extra.detach().to(torch.float64)
-            self.extra = value if self.extra is None else self.extra + value
 
-    def loss_sums(self) -> tuple[float, float]:
-        """(loss, extra) of the microbatches that ran. Waits for the device."""
-        sums = [torch.zeros(()) if value is None else value for value in (self.loss, self.extra)]
-        loss, extra = concatenate_on_host(sums).tolist()
-        return loss, extra
+    def loss_sum(self) -> float:
+        """The sum over the microbatches that ran. Waits for the device."""
+        return 0.0 if self.loss is None else float(self.loss)
 
     def add_mismatch(
         self, trainer_S: Tensor, sampler_S: Tensor, age_S: Tensor, sequence_S: Tensor, sequences: int

@@ -1,9 +1,8 @@
 """Values of the whole step, over all ranks, that some losses need before the first backward.
 
-* The counts of the step, if two terms of the loss have different denominators and share a gradient buffer.
+* The counts of the step, if two terms of the loss have different denominators.
 * The entropies of all tokens, if only the tokens with the highest entropy have a policy loss.
-So all microbatches must be known before the first one is trained. The configuration refuses such a loss for a streamed step. Only
-with a second gradient buffer (second_buffer.py) may the counts be unknown until the end of the step.
+So all microbatches must be known before the first one is trained. The configuration refuses such a loss for a streamed step.
 
 These functions are collective: in each step all ranks must make the same calls in the same order, also a rank without microbatches.
 """
@@ -54,14 +53,14 @@ def survey(
         sequences=sum(batch.sequences for batch in selected),
         tokens=sum(batch.scored for batch in selected),
         microbatches=len(selected),
-        extra=sum(batch.scored if batch.keep is None else int(batch.keep.sum()) for batch in selected),
+        kept=sum(batch.scored if batch.keep is None else int(batch.keep.sum()) for batch in selected),
     )
     totals = (counts if leads else Counts()).over_ranks(reducer, device)
     denominators = totals.denominators(max_length)
     extra_denominator = denominators[loss.extra_normaliser]
     # With TOKENS the extra term is a mean over the tokens that `keep` selects.
     if loss.extra_normaliser is Normaliser.TOKENS:
-        extra_denominator = max(totals.extra, 1.0)
+        extra_denominator = max(totals.kept, 1.0)
     return loss.with_scaled_extra(denominators[loss.normaliser] / extra_denominator), selected
 
 

@@ -49,7 +49,6 @@ from .optimizer import FlatAdamW, Parameters, require_names
 from .passes import UNREPLAYED, PolicyForward, forward_routes, loss_inputs, replay_gaps, unknown_id_error, using_weights
 from .reducer import OneRank, Reducer
 from .schedule import Schedule
-from .second_buffer import SecondBuffer
 from .survey import survey
 
 _NORM_BLOCK = 4096
@@ -92,7 +91,6 @@ class TorchTrainer:
         max_completion_length: int,
         needs_reference: bool = False,
         total_steps: int | None = None,
-        second_buffer: bool = False,
         mismatch_gate: float | Literal["auto"] | None = None,
         parameters: Parameters | None = None,
         siblings: Collectives | None = None,
@@ -100,9 +98,9 @@ class TorchTrainer:
         """reducer: None for one rank. max_completion_length: tokens, for `Normaliser.SEQUENCES_X_MAX_LENGTH`. needs_reference: keep
         a copy of the present weights as reference model. total_steps: optimizer steps of the run, for the schedule; by default
         `train.max_steps`. mismatch_gate: `algorithm.mismatch_gate` after `resolve`, which replaces "auto"; None: no gate.
-        second_buffer: allocate the second gradient buffer (second_buffer.py). parameters: the trained parameters; by default the
-        policy's `flat`. siblings: the ranks that share each microbatch (context.py), this one included; they make the same calls
-        with the same arguments in the same order. Errors: ConfigError if siblings cannot share the microbatches of this model."""
+        parameters: the trained parameters; by default the policy's `flat`. siblings: the ranks that share each microbatch
+        (context.py), this one included; they make the same calls with the same arguments in the same order. Errors: ConfigError
+        if siblings cannot share the microbatches of this model."""
         self.policy = policy
         self.config = config
         assert mismatch_gate != "auto"
@@ -122,7 +120,6 @@ class TorchTrainer:
         self.forward = PolicyForward(policy, checkpointing=config.gradient_checkpointing, siblings=siblings)
         self.balance = Balance.of(policy, config, max_completion_length)
         self.reference: Tensor | None = policy.weights.working.detach().clone() if needs_reference else None
-        self.second_buffer = SecondBuffer(policy.flat) if second_buffer else None
         # Controls the coefficient of the entropy bonus. Set by the first step with a controlled coefficient.
         self.control: EntropyControl | None = None
         self._saved_control: dict[str, float] = {}
@@ -139,15 +136,14 @@ class TorchTrainer:
     # -- the four calls ----------------------------------------------------------------------------------------------
 
     def begin_train_step(self, loss: Loss) -> None:
-        """Opens a step. Errors: TrainStepError if a step is open, or if `loss` has a second normaliser but the step was not
-        surveyed and there is no second gradient buffer."""
+        """Opens a step. Errors: TrainStepError if a step is open, or if `loss` has a second normaliser (see `survey`)."""
         if self._step is not None:
             raise TrainStepError(f"a train step is already open ({self._step.state.value}); finish or abort it first")
         loss = self._with_entropy_control(loss)
-        if loss.extra_normaliser is not None and self.second_buffer is None:
+        if loss.extra_normaliser is not None:
             raise TrainStepError(
                 f"the terms of loss {loss.name} are divided by {loss.normaliser.value} and by {loss.extra_normaliser.value}: "
-                "survey the whole step first, or build the trainer with a second gradient buffer"
+                "survey the whole step first"
             )
         if self._normalisers is None or self._normalisers[0] is not loss:
             normalisers = empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
@@ -185,18 +181,11 @@ class TorchTrainer:
         self._zero_once(step)
         inputs, sums, unknown_ids = self._evaluate(step.loss, batch)
         sums.total.backward()
-        if sums.extra is not None:
-            assert self.second_buffer is not None  # checked by `begin_train_step`
-            # A second forward, since backward overwrites tensors that the layers saved.
-            _, second_sums, _ = self._evaluate(step.loss, batch)
-            assert second_sums.extra is not None
-            with self.second_buffer.swapped_in():
-                second_sums.extra.backward()
         step.results.append((sums.total.detach(), unknown_ids, replace(batch, routes=None)))
         if not self._leads:
             return
         step.metrics.add(sums.metrics)
-        step.metrics.add_loss(sums.total, sums.extra)
+        step.metrics.add_loss(sums.total)
         age_S = self.version - to_device(batch.versions, inputs.logp_S.device).to(torch.int64)
         step.metrics.add_mismatch(
             inputs.logp_S.detach(), inputs.sampler_logp_S, age_S, inputs.sequence_S, batch.sequences
@@ -231,8 +220,7 @@ class TorchTrainer:
         totals = self._totals(step)
         denominators = totals.denominators(self.max_completion_length)
         denominator = denominators[step.loss.normaliser]
-        extra_denominator = denominators[step.loss.extra_normaliser or Normaliser.NONE]
-        loss = totals.loss / denominator + totals.extra / extra_denominator
+        loss = totals.loss / denominator
         if not math.isfinite(loss):
             raise _divergence(step, f"the loss of the step after version {self.version} is {loss}")
         measured = totals.without_skipped().denominators(self.max_completion_length)
@@ -242,8 +230,6 @@ class TorchTrainer:
         self._zero_once(step)
         gradient = self.parameters.grad
         gradient.mul_(1.0 / denominator)
-        if step.loss.extra_normaliser is not None and self.second_buffer is not None:
-            self.second_buffer.join_(1.0 / extra_denominator)
         self.parameters.zero_frozen()
         self._reduce_gradients(gradient)
         if device.type == "cuda":
@@ -278,7 +264,7 @@ class TorchTrainer:
         """Zeros the gradients and closes the step. Weights, optimizer and version stay as they are. Without a step: a no-op."""
         if self._step is None:
             return
-        self._zero_grad()
+        self.parameters.zero_grad()
         self._step = None
 
     def compute_logprobs(self, batch: Microbatch, model: Literal["policy", "reference"] = "policy") -> Float32Array:
@@ -385,7 +371,7 @@ class TorchTrainer:
 
     def _totals(self, step: TrainStep) -> Counts:
         """The counts of all ranks. Errors: TrainStepError without a sequence, DataError for ids that the model lacks."""
-        step.counts.loss, step.counts.extra = step.metrics.loss_sums()
+        step.counts.loss = step.metrics.loss_sum()
         step.counts.unknown_ids = float(sum(unknown_ids for _, unknown_ids, _ in step.results))
         totals = step.counts.over_ranks(self.reducer, self.policy.device)
         if totals.sequences == 0:
@@ -414,13 +400,8 @@ class TorchTrainer:
     def _zero_once(self, step: TrainStep) -> None:
         """Zeros the gradients before the first backward. Zeroing in `begin_train_step` would delay publishing the last weights."""
         if not step.zeroed:
-            self._zero_grad()
+            self.parameters.zero_grad()
             step.zeroed = True
-
-    def _zero_grad(self) -> None:
-        self.parameters.zero_grad()
-        if self.second_buffer is not None:
-            self.second_buffer.zero_()
 
     def _check_mismatch(self, mismatch: float | None) -> None:
         gate = self.mismatch_gate

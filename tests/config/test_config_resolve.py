@@ -190,7 +190,7 @@ def test_the_two_corrections_are_never_applied_together() -> None:
             ("coef_delta is 0.1", "entropy.target is not set"),
         ),
         (["algorithm.entropy.target=0.2", "algorithm.entropy.coef=2", "preset=sync"], ("within [0, 1]",)),
-        (["algorithm.entropy.target=0.2", "algorithm.loss=grpo"], ("entropy.target is 0.2", "second_gradient_buffer")),
+        (["algorithm.entropy.target=0.2", "algorithm.loss=grpo"], ("entropy.target is 0.2", "streaming=false")),
         (
             ["train.skip_zero_advantage=true", "preset=one_off", "algorithm.loss=bnpo"],
             ("loss is bnpo", "each microbatch"),

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from asyncrl.algorithms.registry import LOSSES
-from asyncrl.config.check_losses import needs_second_buffer
 from asyncrl.config.checks import SWITCHED
 from asyncrl.config.describe import help_text, to_yaml
 from asyncrl.config.fields import config_fields, sections
@@ -49,18 +48,16 @@ def test_an_all_rank_quantile_is_refused_where_steps_are_streamed() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_terms_with_different_normalisers_need_the_second_buffer_where_steps_are_streamed(name: str) -> None:
+def test_terms_with_different_normalisers_are_refused_where_steps_are_streamed(name: str) -> None:
     entropy = (f"algorithm.loss={name}", "algorithm.entropy.coef=0.01")
     if name in BY_TOKENS:
-        assert not needs_second_buffer(made(*entropy, "algorithm.entropy.second_gradient_buffer=true").algorithm)
         made(*entropy)
         return
     text = refusal(*entropy)
     if name != "bnpo":
         assert "the bonus is divided by tokens" in text and f"the loss by {LOSSES[name].normaliser.value}" in text
-        assert "second_gradient_buffer=true" in text and "rollout.streaming=false" in text and "dapo" in text
-        assert needs_second_buffer(made(*entropy, "algorithm.entropy.second_gradient_buffer=true").algorithm)
-    assert not needs_second_buffer(made(*entropy, "preset=sync").algorithm)
+        assert "rollout.streaming=false" in text and "dapo" in text
+    made(*entropy, "preset=sync")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +129,6 @@ def test_what_is_seldom_meant_is_warned_of() -> None:
         "algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.bias_correction=true"
     )
     assert "hardly ever clips" in found("algorithm.loss=luspo")
-    by_tokens = ("algorithm.loss=dapo", "algorithm.entropy.coef=0.1")
-    assert "no term needs a second buffer" in found(*by_tokens, "algorithm.entropy.second_gradient_buffer=true")
     assert "nothing corrects" in found("algorithm.importance.cap=null")
     assert "nothing corrects" not in found("algorithm.importance.cap=null", "algorithm.importance.veto=1e-4")
 

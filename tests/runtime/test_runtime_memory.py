@@ -128,8 +128,6 @@ def test_weights_and_copies_follow_from_the_parameters(tmp_path: Path) -> None:
     assert weights(dtype="bfloat16") == [4 * count, 4 * count, 8 * count, 2 * count]
     reference = {"kl": {"coef": 0.1}}
     assert weights(dtype="bfloat16", algorithm=reference) == [4 * count, 4 * count, 8 * count, 4 * count]
-    second = {"loss": "grpo", "entropy": {"coef": 0.01, "second_gradient_buffer": True}}
-    assert weights(algorithm=second) == [4 * count, 8 * count, 8 * count, 0]
     adapters, merged = adapter_sizes(forecast(tmp_path, model=model, rank=3).model)
     frozen = 2 * count + 4 * adapters
     assert weights(dtype="bfloat16", rank=3) == [frozen, 4 * adapters, 8 * adapters, 2 * (adapters + merged)]

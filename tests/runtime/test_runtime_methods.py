@@ -27,9 +27,7 @@ from torch import Tensor
 
 from asyncrl import Runtime
 from asyncrl.algorithms.registry import LOSSES
-from asyncrl.config.resolve import resolve
 from asyncrl.main import main
-from asyncrl.runtime.memory import predicted
 from asyncrl.types import Trajectory
 
 
@@ -96,12 +94,9 @@ def test_kl_in_the_loss_and_in_the_reward(here: Path) -> None:
     assert in_reward[1]["optim/grad_norm"] != pytest.approx(plain[1]["optim/grad_norm"], rel=1e-3)
 
 
-def test_entropy_terms_streamed_with_the_buffer_and_whole_with_a_survey(here: Path) -> None:
-    """A coefficient that outweighs the reward: entropy rises in both, and falls without."""
+def test_entropy_terms_of_whole_steps(here: Path) -> None:
+    """A coefficient that outweighs the reward: the entropy rises, and falls without."""
     rising = {"loss": "grpo", "entropy": {"coef": 5.0}}
-    buffered = "algorithm.entropy.second_gradient_buffer=true"
-    streamed = run(here, rising, buffered, "train.grad_clip=1", steps=3)
-    assert streamed[-1]["entropy"] > streamed[0]["entropy"]
     surveyed = run(here, rising | {"top_entropy": {"quantile": 0.5}}, "preset=one_off", "train.grad_clip=1", steps=3)
     assert surveyed[-1]["entropy"] > surveyed[0]["entropy"]
     both = run(here, rising | {"top_entropy": {"quantile": 0.5}, "updates_per_batch": 2}, "preset=sync", steps=2)
@@ -110,13 +105,11 @@ def test_entropy_terms_streamed_with_the_buffer_and_whole_with_a_survey(here: Pa
 
 def test_a_controlled_entropy_coefficient(here: Path) -> None:
     """Below its target the coefficient grows with every optimizer step, above it nothing acts."""
-    for loss, way in (("grpo", ["entropy.second_gradient_buffer=true"]), ("grpo", ["updates_per_batch=2"])):
-        low = {"loss": loss, "entropy": {"target": 20.0, "coef_delta": 0.01}}
-        lines = run(here, low, *(f"algorithm.{each}" for each in way), steps=3)
-        found = [line["entropy_coef"] for line in lines]
-        steps = 2 if way == ["updates_per_batch=2"] else 1
-        expected = [0.01 * steps * (i + 1) - 0.01 for i in range(3)]
-        assert found == pytest.approx(expected, abs=1e-9)
+    low = {"loss": "grpo", "entropy": {"target": 20.0, "coef_delta": 0.01}}
+    for updates in (1, 2):
+        lines = run(here, low, f"algorithm.updates_per_batch={updates}", "preset=one_off", steps=3)
+        expected = [0.01 * updates * (i + 1) - 0.01 for i in range(3)]
+        assert [line["entropy_coef"] for line in lines] == pytest.approx(expected, abs=1e-9)
     high = {"loss": "dapo", "entropy": {"target": 0.01, "coef": 0.5}}
     assert [line["entropy_coef"] for line in run(here, high, steps=2)] == [0, 0]
 
@@ -157,17 +150,11 @@ def test_centres_of_the_clip(here: Path) -> None:
 def test_what_cannot_be_exits_2_with_the_way_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for algorithm, words in (
         ({"loss": "bnpo"}, "use loss=dapo"),
-        ({"entropy": {"coef": 0.1}}, "second_gradient_buffer=true"),
+        ({"entropy": {"coef": 0.1}}, "rollout.streaming=false"),
         ({"minibatches": 5}, "algorithm.minibatches is 5; expected at most rollout.groups_per_step = 4"),
     ):
         assert main([str(write_yaml(here, REAL | {"algorithm": algorithm}))]) == 2
         assert words in capsys.readouterr().err
-
-
-def test_the_prediction_has_the_second_buffer(here: Path) -> None:
-    second = "algorithm.entropy.coef=0.1", "algorithm.entropy.second_gradient_buffer=true"
-    alone, both = (predicted(resolve(config_of(here, *overrides)))["gradients"] for overrides in ((), second))
-    assert both == 2 * alone > 0
 
 
 EPSILON, LR, ADAM = 0.05, 0.3, 1e-2  # such a large epsilon that rounding, in float32 norms, decides no sign

@@ -232,7 +232,6 @@ def test_a_rank_that_is_killed_ends_the_other_with_an_error(tmp_path: Path) -> N
     ("overrides", "words"),
     [
         (["model.lora.rank=4"], "lora.rank is 4"),
-        (["algorithm.entropy.coef=0.1", "algorithm.entropy.second_gradient_buffer=true"], "two backward passes"),
         (["train.kind=dry_run", "engine.kind=dry_run"], "no weights to shard"),
     ],
 )

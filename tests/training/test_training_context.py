@@ -127,14 +127,13 @@ def test_what_a_model_does_around_its_head(two: Ranks, kind: str, updates: int) 
     check(two, replace(BASE, kind=kind, tied=kind == "capped", eps=1e-3), updates=updates)
 
 
-@pytest.mark.parametrize("whole", ["survey", "buffer"])
-def test_a_surveyed_step_and_a_second_buffer(two: Ranks, whole: str, updates: int) -> None:
+def test_a_surveyed_step(two: Ranks, updates: int) -> None:
     """If the entropies of both siblings counted, the survey would keep three tokens more."""
-    check(two, replace(BASE, seed=11, whole=whole), updates=updates)
+    check(two, replace(BASE, seed=11, surveyed=True), updates=updates)
 
 
 def test_two_sets_whose_step_is_surveyed(four: Ranks, updates: int) -> None:
-    check(four, replace(BASE, where=TWO_SETS, whole="survey"), updates=updates)
+    check(four, replace(BASE, where=TWO_SETS, surveyed=True), updates=updates)
 
 
 @pytest.mark.parametrize("flat", [True, False])

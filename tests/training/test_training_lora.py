@@ -51,7 +51,7 @@ def trainer_of(dtype: str = "float64", rank: int = 3, reference: bool = False, k
         master.add_(torch.randn(master.shape, generator=generator, dtype=torch.float64).to(master), alpha=0.2)
     policy.flat.refresh()
     config = TrainConfig(lr=0.05, grad_clip=None)
-    return TorchTrainer(policy, config, max_completion_length=MAX_LENGTH, needs_reference=reference, second_buffer=True)
+    return TorchTrainer(policy, config, max_completion_length=MAX_LENGTH, needs_reference=reference)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

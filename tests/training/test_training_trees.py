@@ -30,10 +30,8 @@ from asyncrl.types import Group, Microbatch
 
 
 def gradient(batches: list[Microbatch], loss: Loss, kind: str = "llama") -> tuple[float, dict[str, torch.Tensor]]:
-    trainer = TorchTrainer(
-        tiny_policy(kind=kind), TrainConfig(lr=0.0, grad_clip=None), max_completion_length=MAX_LENGTH,
-        second_buffer=loss.extra_normaliser is not None,
-    )  # fmt: skip
+    policy = tiny_policy(kind=kind)
+    trainer = TorchTrainer(policy, TrainConfig(lr=0.0, grad_clip=None), max_completion_length=MAX_LENGTH)
     result = train_step(trainer, batches, loss)
     return result.loss, {name: grad.clone() for name, grad in trainer.policy.flat.named_grads()}
 

@@ -155,8 +155,12 @@ def weights(core: TorchTrainer) -> torch.Tensor:
 
 
 def train_step(core: Any, batches: list[Microbatch] | None = None, loss: Loss = LOSS) -> StepResult:
+    batches = microbatches() if batches is None else batches
+    if loss.needs_whole_step:
+        entropies = [core.compute_entropies(batch) for batch in batches] if loss.top_entropy_quantile < 1 else []
+        loss, batches = core.survey(loss, batches, entropies)
     core.begin_train_step(loss)
-    for batch in microbatches() if batches is None else batches:
+    for batch in batches:
         core.train_microbatch(batch)
     return core.finish_train_step()
 

@@ -75,11 +75,7 @@ def step(world: Any, name: str, microbatches: list[Microbatch]) -> dict[str, Any
         TrainConfig(lr=0.0, grad_clip=None),
         world,
         max_completion_length=MAX_LENGTH,
-        second_buffer=loss.extra_normaliser is not None and not surveyed,
     )
-    if surveyed:
-        entropies = [trainer.compute_entropies(microbatch) for microbatch in microbatches]
-        loss, microbatches = trainer.survey(loss, microbatches, entropies)
     result = train_step(trainer, microbatches, loss)
     numbers = {**result.metrics, "loss": result.loss, "tokens": result.tokens, "sequences": result.sequences}
     return {"gradient": trainer.policy.flat.grad.clone(), "numbers": numbers}

@@ -74,7 +74,7 @@ class Case:
     spoilt: str = ""  # one token has an unknown "token" or "route"
     few: bool = False  # each sequence has two tokens
     counted: bool = False  # collectives are counted, for which torch calls Python at each operation
-    whole: str = ""  # "survey": the step is surveyed first; "buffer": a second gradient buffer
+    surveyed: bool = False
     lr: float = 0.01
     eps: float = 1e-8  # of AdamW
 
@@ -118,8 +118,8 @@ def batches_of(case: Case, rank: int, run_all: bool = False) -> list[Microbatch]
 
 
 def loss_of(case: Case) -> Loss:
-    if case.whole:
-        return everything(case.name, top=0.4 if case.whole == "survey" else 1.0)
+    if case.surveyed:
+        return everything(case.name, top=0.4)
     return build_loss(case.name) if case.plain else everything(case.name, entropy_coef=0.0)
 
 
@@ -127,13 +127,6 @@ def policy_of(case: Case, served: bool = False) -> PolicyModel:
     path = next((path for path in (FUSED, PACKED, *PLAIN) if path.name == case.path), None)
     lora = LoraConfig(rank=case.lora, alpha=5) if case.lora else None
     return PolicyModel(tiny_module(case.kind, case.tied), case.dtype, served=served, path=path, lora=lora)
-
-
-def one_step(trainer: TorchTrainer, case: Case, batches: list[Microbatch]) -> dict[str, float]:
-    loss = loss_of(case)
-    if case.whole == "survey":
-        loss, batches = trainer.survey(loss, batches, [trainer.compute_entropies(batch) for batch in batches])
-    return summary(train_step(trainer, batches, loss))
 
 
 def settings(case: Case) -> TrainConfig:
@@ -150,7 +143,7 @@ def replicate(case: Case, run_all: bool = False) -> dict[str, Any]:
     batches = [batch for rank in ranks for batch in batches_of(case, rank, run_all)]
     numbers, before = [], exact_logprobs(trainer, batches)
     for _ in range(case.steps):
-        numbers.append(one_step(trainer, case, batches))
+        numbers.append(summary(train_step(trainer, batches, loss_of(case))))
     return {
         "numbers": numbers,
         "gradient": {name: grad.clone() for name, grad in policy.flat.named_grads()},
@@ -218,14 +211,8 @@ class CollectiveCount(TorchDispatchMode):
 
 
 def make_flat(world: Any, case: Case) -> TorchTrainer:
-    return TorchTrainer(
-        policy_of(case),
-        settings(case),
-        world,
-        max_completion_length=MAX_LENGTH,
-        second_buffer=case.whole == "buffer",
-        siblings=siblings(world, case),
-    )
+    ranks = siblings(world, case)
+    return TorchTrainer(policy_of(case), settings(case), world, max_completion_length=MAX_LENGTH, siblings=ranks)
 
 
 def reopened(world: Any, case: Case, trainer: ShardedTrainer, out: Path) -> ShardedTrainer:
@@ -252,8 +239,8 @@ def sharded(world: Any, case: Case, rank: int, out: Path) -> dict[str, Any]:
             trainer = reopened(world, case, trainer, out)
         if case.flip is not None and case.flip[:2] == [rank, step]:
             dict(trainer.parameters.named_masters())[case.flip[2]].view(-1)[-1:].view(torch.int64).bitwise_xor_(1)
-        if case.whole:
-            numbers.append(one_step(trainer, case, batches))
+        if case.surveyed:
+            numbers.append(summary(train_step(trainer, batches, loss_of(case))))
             continue
         with CollectiveCount() if case.counted else contextlib.nullcontext(CollectiveCount()) as counter:
             trainer.begin_train_step(loss_of(case))

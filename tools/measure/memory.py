@@ -50,7 +50,6 @@ class Case:
     checkpointing: bool = False
     lora: int = 0
     reference: bool = False
-    second_buffer: bool = False
     fsdp: str = ""
 
     @property
@@ -88,7 +87,6 @@ CASES = {
     "llama, packed, checkpointing": Case("llama", _SIZES, "packed", checkpointing=True),
     "llama, fused, adapters": Case("llama", _SIZES, "fused", lora=16),
     "llama, fused, reference": Case("llama", _SIZES, "fused", reference=True),
-    "llama, fused, second buffer": Case("llama", _SIZES, "fused", second_buffer=True),
     "llama, fsdp": Case("llama", _SIZES, "packed", fsdp="rounds"),
     "llama, fsdp, kept": Case("llama", _SIZES, "packed", fsdp="keep"),
     "qwen3_moe, fused": Case("qwen3_moe", _QWEN3_MOE, "fused"),
@@ -149,8 +147,6 @@ def predict(case: Case, dtype: str) -> dict[str, int]:
     from asyncrl.runtime.memory import Cut, predicted
 
     algorithm: dict[str, Any] = {"kl": {"coef": 0.1}} if case.reference else {}
-    if case.second_buffer:
-        algorithm = {"loss": "grpo", "entropy": {"coef": 0.01, "second_gradient_buffer": True}}
     with tempfile.TemporaryDirectory() as folder:
         config_of(case).save_pretrained(folder)
         given = {
@@ -229,8 +225,7 @@ def child(name: str, dtype: str, only_microbatch: str) -> None:
     torch.set_num_threads(1)
     case, world = CASES[name], World.from_env()
     batch = microbatch(case)
-    # The normaliser of one sum is another than that of the entropies.
-    loss = build_loss("grpo", entropy_coef=0.01) if case.second_buffer else build_loss("reinforce")
+    loss = build_loss("reinforce")
     warm_up()
     with world.open(torch.device("cpu")):
         module = build(case)
@@ -272,7 +267,7 @@ def open_trainer(case: Case, dtype: str, module: Any, world: Any) -> Any:
         policy = PolicyModel(module, dtype, path=path, served=True)
         return ShardedTrainer(policy, whole, train, world.train, **options, keep=case.fsdp == "keep")
     policy = PolicyModel(module, dtype, path=path, lora=LoraConfig(rank=case.lora))
-    return TorchTrainer(policy, train, **options, second_buffer=case.second_buffer)
+    return TorchTrainer(policy, train, **options)
 
 
 def warm_up() -> None:
