@@ -118,11 +118,6 @@ class Kl(Method):
         flat="use_bias_correction_kl",
         fixed=True,
     )
-    reference_ahead: bool | None = setting(
-        None,
-        "Compute a group's reference log-probs while its rewards are computed. null: true if ranks that train score whole groups.",
-        flat="reference_ahead",
-    )
 
     @property
     def on(self) -> bool:

@@ -40,7 +40,6 @@ def check_losses(config: Config, streaming: bool) -> Iterator[str]:
     context, terms = _check_context(config, streaming), chosen_terms(algorithm)
     yield from _check_sampler(config)
     yield from _check_on_policy(algorithm, context.loss)
-    yield from _check_reference_ahead(config)
     for method in (context.loss, *terms):
         yield from method.problems(context)
     yield from _conflicts(context.loss.conflicts, f"algorithm.loss is {algorithm.loss}", context)
@@ -102,27 +101,6 @@ def _check_on_policy(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[s
         yield (
             "algorithm.force_on_policy is true but old_logprobs is sampler: force_on_policy centres the clip on the training "
             "forward, old_logprobs=sampler on the sampler; leave one of the two out"
-        )
-
-
-def _check_reference_ahead(config: Config) -> Iterator[str]:
-    if not config.algorithm.kl.reference_ahead:
-        return
-    reasons = {
-        f"distributed.context is {config.distributed.context}, whose ranks compute them together, in the step": (
-            config.distributed.context > 1
-        ),
-        "distributed.roles are counts, so no rank that trains scores groups": (
-            isinstance(config.distributed.roles.train, int)
-        ),
-        "reward.batch is trajectory, so no rank scores whole groups": (
-            config.reward.batch == "trajectory" and not config.rollout.keep_viable
-        ),
-    }
-    for reason in (reason for reason, is_true in reasons.items() if is_true):
-        yield (
-            f"algorithm.kl.reference_ahead is true, but log-probs under the reference cannot be computed while a group is "
-            f"scored: {reason}; leave reference_ahead out"
         )
 
 

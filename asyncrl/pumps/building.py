@@ -14,8 +14,6 @@ the rows; packing reads the columns. A stage that changes groups (penalties, mas
   depend on the number of ranks. A rank may hold no group of a minibatch.
 * A group without a signal keeps its place in the step and its line in the rollouts. If the replay buffer has a group, that
   group is trained instead, and N counts the replayed tokens. Metrics of rewards, lengths and ages leave replayed groups out.
-* Log-probs of the reference depend only on the tokens, so they may be computed while the rewards of a group are scored (`Intake`).
-  Log-probs of the policy are computed in the step: earlier ones would be stale.
 """
 
 from __future__ import annotations

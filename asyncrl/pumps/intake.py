@@ -16,24 +16,21 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import anyio
 
-from asyncrl.concurrency.supervisor import plain_task_group, spawn
+from asyncrl.concurrency.supervisor import spawn
 from asyncrl.config.checks import alone_problem
 from asyncrl.config.resolve import turns_bound
-from asyncrl.data.store import REFERENCE, Lease, copy_group
+from asyncrl.data.store import Lease, copy_group
 from asyncrl.errors import DataError, LifecycleError, VersionAhead
 from asyncrl.records.check import MAX_COMPONENTS, Limits, check_trains, check_trajectory
 from asyncrl.transport.queues.queue import QueueReceiver
 from asyncrl.types import Group, Prompt, Ticket, Trajectory
 
-from .building import logprob_columns
 from .pipeline import Ports, Scoring
 from .screen import OVERLONG, Reroll, Screen, shape_reward
-from .step import GroupsFailed
 
 # The newest ids of groups from outside, kept to refuse a second submit. More than any run has groups at a time.
 MAX_REMEMBERED_IDS = 65_536
@@ -47,12 +44,6 @@ class Intake:
         self._ports = ports
         self._screen = Screen(ports)
         self._reroll = reroll
-        algorithm = ports.config.algorithm
-        needs_reference = ports.loss.needs_reference or ports.reward_penalty is not None
-        # Compute the reference log-probs on the lane while other processes score the rewards. Not if ranks share sequences:
-        # `_compute_reference` hides an error, and the other ranks would still wait in the call that failed.
-        ahead = algorithm.kl.reference_ahead is not False and ports.config.distributed.context == 1
-        self._reference_ahead = needs_reference and ahead and ports.score_groups and ports.builds_steps
         self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of incomplete own groups
         self._submitted: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, oldest first
         self._components: set[str] = set()  # names of reward components from outside
@@ -266,24 +257,12 @@ class Intake:
         scored: dict[int, Trajectory] = {}
         if unscored:
             first = unscored[0]
-            with recorder.span(
-                "score", track="score", group=first.group_id, member=first.member, members=len(unscored)
+            with (
+                recorder.span("score", track="score", group=first.group_id, member=first.member, members=len(unscored)),
+                recorder.wait("score pump", "a reward", on="reward workers", cause="reward"),
             ):
-                async with plain_task_group() as tasks:
-                    if self._reference_ahead and len(group.trajectories) == first.group_size:
-                        spawn(tasks, "reference log-probs", self._compute_reference, group)
-                    with recorder.wait("score pump", "a reward", on="reward workers", cause="reward"):
-                        scored = {t.member: t for t in await ports.reward.score(group.prompt, unscored)}
+                scored = {t.member: t for t in await ports.reward.score(group.prompt, unscored)}
         return tuple(scored.get(t.member, t) for t in group.trajectories)
-
-    async def _compute_reference(self, group: Group) -> None:
-        """Write the reference log-probs of a group that is in the store. Errors: those of the trainer."""
-        ports = self._ports
-        # The step will meet the same error, and drop the group.
-        with suppress(GroupsFailed):
-            size = ports.config.train.tokens_per_microbatch
-            [column] = await logprob_columns(ports.trainer, [group], size, "reference")
-            ports.book.write(group.group_id, REFERENCE, column)
 
 
 class ScorePump:

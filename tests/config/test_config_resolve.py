@@ -170,18 +170,6 @@ def test_the_two_corrections_are_never_applied_together() -> None:
         (['rollout.stop=["END", ""]'], ("rollout.stop has an empty string",)),
         (["reward.overlong.cache=257"], ("overlong.cache is 257", "max_length = 256")),
         (["reroll.start_fraction=0.5", "train.max_steps=null", "train.time_limit_s=9"], ("start_fraction is 0.5",)),
-        (
-            ["algorithm.kl.coef=0.1", "algorithm.kl.reference_ahead=true", "distributed.context=2"],
-            ("kl.reference_ahead is true", "distributed.context is 2"),
-        ),
-        (
-            ["algorithm.kl.coef=0.1", "algorithm.kl.reference_ahead=true", "distributed.roles={train: 2, generate: 2}"],
-            ("kl.reference_ahead is true", "distributed.roles are counts"),
-        ),
-        (
-            ["algorithm.kl.coef=0.1", "algorithm.kl.reference_ahead=true", "reward.batch=trajectory"],
-            ("kl.reference_ahead is true", "reward.batch is trajectory"),
-        ),
         (["train.skip_zero_advantage=true", "algorithm.kl.coef=0.1"], ("skip_zero_advantage", "kl.coef=0.1")),
         (["train.skip_zero_advantage=true", "algorithm.entropy.coef=0.1"], ("skip_zero_advantage", "entropy.coef")),
         (["train.skip_zero_advantage=true", "algorithm.entropy.target=0.2"], ("skip_zero_advantage", "entropy.target")),

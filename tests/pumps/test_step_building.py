@@ -189,13 +189,12 @@ def test_the_train_pump_tells_its_rewards_and_hears_the_others(name: str) -> Non
         assert all(expected[g] != without[g] for g, _ in mine)  # the other rank's do count
 
 
-# -- log-probs of the reference, earlier, not different, and once ----------------------------------------------------
+# -- log-probs of the reference, once --------------------------------------------------------------------------------
 
 
 def with_reference(**rest: Any) -> Plan:
     settings: dict[str, Any] = {
         "algorithm": {"kl": {"coef": 0.1}},
-        "score_groups": True,
         "preset": "sync",
         "groups_per_step": 1,
         "prompts": 2,
@@ -205,25 +204,15 @@ def with_reference(**rest: Any) -> Plan:
     return Plan(**(settings | rest))
 
 
-def test_the_lane_works_while_the_reward_workers_do() -> None:
-    """Rollout 1 s, two rewards of 5 s each: the reference is done at 1 s, and not again when the step comes."""
-    house = live(with_reference())
+@pytest.mark.parametrize("score_groups", [False, True])
+def test_the_reference_is_computed_in_the_step(score_groups: bool) -> None:
+    house = live(with_reference(score_groups=score_groups))
     assert house.error is None and len(house.reports) == 2
     calls = house.events("logprobs")
     assert [call.groups for call in calls] == [(0,), (1,)]
-    begins = [event.at for event in house.events("begin")]
-    for call, begin in zip(calls, begins, strict=True):
-        assert call.at == pytest.approx(begin - 10.0, abs=0.05)
-    assert all(batch.reference_logprobs is not None for _, batch in house.tokens_trained)
-
-
-@pytest.mark.parametrize(
-    "rest", [{"algorithm": {"kl": {"coef": 0.1, "reference_ahead": False}}}, {"score_groups": False}]
-)
-def test_otherwise_it_is_done_in_the_step(rest: dict[str, Any]) -> None:
-    house = live(with_reference(**rest))
-    for call, begin in zip(house.events("logprobs"), house.events("begin"), strict=True):
+    for call, begin in zip(calls, house.events("begin"), strict=True):
         assert call.at == pytest.approx(begin.at, abs=0.05)
+    assert all(batch.reference_logprobs is not None for _, batch in house.tokens_trained)
     assert live(with_reference(algorithm={})).events("logprobs") == []  # where nothing needs it
 
 
