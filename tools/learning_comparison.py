@@ -53,11 +53,9 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "vespo": (),
     "reinforce": ("train.lr=3.0e-4",),
     "ppo_clip": ("clip.dual_clip=3.0",),
-    "one_sided": (),
 }
 VARIANTS: dict[str, tuple[str, ...]] = {
     "force_on_policy": ("loss=dapo", "force_on_policy=true", "train.lr=3.0e-4"),
-    "scalers": ("loss=dapo", "positive_scale=1.5", "negative_scale=0.5"),
 }
 NEVER_CLIPS = ("sapo", "vespo", "reinforce", "force_on_policy")
 WRONG = ("sign", "bounds")

@@ -5,7 +5,7 @@ every loss may have. The trainer divides once, by the count of the loss's `norma
 how a step is cut into microbatches, except `bnpo`, which is refused if groups are trained as they arrive.
 
     LossMethod      the base class; start here
-    Bounded         the settings of PPO's clip (`algorithm.clip`), for eight losses
+    Clipped         PPO's clip and its settings (`algorithm.clip`), for seven losses
 
 Shape legend: S scored tokens of a microbatch (packed, no padding), B sequences of the microbatch. A fully masked sequence has no
 token but counts in B.
@@ -93,52 +93,21 @@ def clip_shares(low: Tensor, high: Tensor, normaliser: Normaliser = Normaliser.T
 
 
 @dataclass(frozen=True)
-class Bounded(LossMethod):
-    """Base class of losses that bound the ratio to [1 - epsilon, 1 + epsilon_high]."""
-
-    section: ClassVar[str] = "clip"
-    epsilon: float = setting(0.2, "Lower clip of the ratio: 1 - epsilon.", flat="epsilon", gt=0)
-    epsilon_high: float | None = setting(
-        None, "Upper clip: 1 + epsilon_high; epsilon by default.", flat="epsilon_high", gt=0
-    )
-
-    @property
-    def high(self) -> float:
-        """epsilon_high, or epsilon if epsilon_high is None."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-    def derived(self) -> Mapping[str, Any]:
-        return {"epsilon_high": self.high}
-
-    def clip_metrics(self, inputs: LossInputs, ratio_S: Tensor, *, by_sequence: bool = False) -> Metrics:
-        """`clip_ratio/*`: the share of tokens with A > 0 and a ratio above the upper bound, or A < 0 and a ratio below the lower
-        bound. Their gradient is 0. `by_sequence`: the mean over sequences of the share in each sequence."""
-        detached_S, advantage_S = ratio_S.detach(), inputs.advantage_S
-        low_S = (detached_S < 1 - self.epsilon) & (advantage_S < 0)
-        high_S = (detached_S > 1 + self.high) & (advantage_S > 0)
-        if not by_sequence:
-            return clip_shares(low_S, high_S)
-        low_B, high_B = (inputs.sequence_mean(side_S.to(ratio_S.dtype)) for side_S in (low_S, high_S))
-        return clip_shares(low_B, high_B, Normaliser.SEQUENCES)
-
-    def problems(self, context: CheckContext) -> Iterator[str]:
-        if self.epsilon >= 1:
-            yield (
-                f"algorithm.clip.epsilon is {self.epsilon}; expected less than 1, because the lower bound of the ratio is "
-                "1 - epsilon"
-            )
-
-
-@dataclass(frozen=True)
-class Clipped(Bounded):
+class Clipped(LossMethod):
     """PPO's pessimistic surrogate with separate bounds: `-min(r' A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`.
 
     Schulman et al. (arXiv:1707.06347), eq. 7; epsilon_high: DAPO (arXiv:2503.14476). `r' = min(r, delta)` bounds the loss of tokens
     with A < 0 and a large ratio (two-sided clip, INTELLECT-2, arXiv:2505.07291; delta > 1 + epsilon_high). `dual_clip` c sets the
-    same bound in the form of Ye et al. (arXiv:1912.09729): `min(loss, -c A)` where A < 0.
+    same bound in the form of Ye et al. (arXiv:1912.09729): `min(loss, -c A)` where A < 0. torchtitan's one-sided clip is the same
+    function without `delta` and `dual_clip`.
     """
 
+    section: ClassVar[str] = "clip"
     by_sequence: ClassVar[bool] = False  # whether r is `sequence_ratio`
+    epsilon: float = setting(0.2, "Lower clip of the ratio: 1 - epsilon.", flat="epsilon", gt=0)
+    epsilon_high: float | None = setting(
+        None, "Upper clip: 1 + epsilon_high; epsilon by default.", flat="epsilon_high", gt=0
+    )
     delta: float | None = setting(
         None,
         "Two-sided clip: largest ratio of a token with negative advantage; above 1 + epsilon_high.",
@@ -152,6 +121,14 @@ class Clipped(Bounded):
         gt=1,
     )
 
+    @property
+    def high(self) -> float:
+        """epsilon_high, or epsilon if epsilon_high is None."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def derived(self) -> Mapping[str, Any]:
+        return {"epsilon_high": self.high}
+
     def surrogate(self, inputs: LossInputs) -> Surrogate:
         ratio_S = sequence_ratio(inputs) if self.by_sequence else token_ratio(inputs)
         advantage_S = inputs.advantage_S
@@ -161,10 +138,24 @@ class Clipped(Bounded):
         loss_S = -(capped_S * advantage_S).minimum(clipped_S * advantage_S)
         if self.dual_clip is not None:
             loss_S = loss_S.minimum(-self.dual_clip * advantage_S).where(advantage_S < 0, loss_S)
-        return Surrogate(loss_S, ratio_S, self.clip_metrics(inputs, ratio_S, by_sequence=self.by_sequence))
+        return Surrogate(loss_S, ratio_S, self.clip_metrics(inputs, ratio_S.detach()))
+
+    def clip_metrics(self, inputs: LossInputs, ratio_S: Tensor) -> Metrics:
+        """`clip_ratio/*`: the share of tokens with A > 0 and a ratio above the upper bound, or A < 0 and a ratio below the lower
+        bound. Their gradient is 0. With `by_sequence` the mean over sequences of the share in each sequence."""
+        low_S = (ratio_S < 1 - self.epsilon) & (inputs.advantage_S < 0)
+        high_S = (ratio_S > 1 + self.high) & (inputs.advantage_S > 0)
+        if not self.by_sequence:
+            return clip_shares(low_S, high_S)
+        low_B, high_B = (inputs.sequence_mean(side_S.to(ratio_S.dtype)) for side_S in (low_S, high_S))
+        return clip_shares(low_B, high_B, Normaliser.SEQUENCES)
 
     def problems(self, context: CheckContext) -> Iterator[str]:
-        yield from super().problems(context)
+        if self.epsilon >= 1:
+            yield (
+                f"algorithm.clip.epsilon is {self.epsilon}; expected less than 1, because the lower bound of the ratio is "
+                "1 - epsilon"
+            )
         if self.delta is not None and self.delta <= 1 + self.high:
             yield (
                 f"algorithm.clip.delta is {self.delta}; expected more than 1 + epsilon_high = {1 + self.high}, because the "
@@ -300,22 +291,6 @@ class Bnpo(Clipped):
         return loss_S.sum() / max(loss_S.numel(), 1)
 
 
-class OneSided(Bounded):
-    """One-sided clip: an upper bound of the ratio for positive advantages, and a lower bound for the other advantages.
-
-    Source: torchtitan's GRPO loss. Value and gradient equal those of `ppo_clip` without `delta` and `dual_clip`.
-    Formula: the sum of `-A_t min(r_t, 1 + epsilon_high)` for A > 0, and of `-A_t max(r_t, 1 - epsilon)` otherwise.
-    """
-
-    name: ClassVar[str] = "one_sided"
-    normaliser: ClassVar[Normaliser] = Normaliser.TOKENS
-
-    def surrogate(self, inputs: LossInputs) -> Surrogate:
-        ratio_S, positive_S = token_ratio(inputs), inputs.advantage_S > 0
-        bounded_S = ratio_S.clamp(max=1 + self.high).where(positive_S, ratio_S.clamp(min=1 - self.epsilon))
-        return Surrogate(-bounded_S * inputs.advantage_S, ratio_S, self.clip_metrics(inputs, ratio_S))
-
-
 @dataclass(frozen=True)
 class Cispo(LossMethod):
     """Clipped importance weights instead of clipped updates, so every token keeps its gradient.
@@ -436,5 +411,5 @@ class Vespo(LossMethod):
 
 
 ALL: tuple[type[LossMethod], ...] = (
-    Grpo, Bnpo, Dapo, DrGrpo, Gspo, Cispo, Sapo, Luspo, Vespo, Reinforce, PpoClip, OneSided
+    Grpo, Bnpo, Dapo, DrGrpo, Gspo, Cispo, Sapo, Luspo, Vespo, Reinforce, PpoClip
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Terms that can be added to every loss, in the order of TRL (`GRPOTrainer._compute_loss`):
 
-    surrogate -> x scale by the sign of A -> x off-policy sequence mask (OPSM) -> x top-entropy mask -> x importance weight -> + KL
+    surrogate -> x off-policy sequence mask (OPSM) -> x top-entropy mask -> x importance weight -> + KL
     -> the sum of the loss class (-> + entropy bonus, in `registry.py`)
 
 The KL term is not multiplied by the importance weight, and by the ratio only with `bias_correction` (`kl.py`). Tokens that OPSM
@@ -198,31 +198,12 @@ class Overlong(Method):
 
 
 @dataclass(frozen=True)
-class Scale(Method):
-    """Factors of the policy loss (torchtitan): one for tokens with positive advantage, one for tokens with negative advantage."""
-
-    section: ClassVar[str] = "scale"
-    switches: ClassVar[tuple[str, ...]] = ("positive", "negative")
-    positive: float = setting(
-        1.0, "Factor of the policy loss of tokens with positive advantage.", flat="positive_scale", ge=0
-    )
-    negative: float = setting(
-        1.0, "Factor of the policy loss of tokens with negative advantage.", flat="negative_scale", ge=0
-    )
-
-    @property
-    def on(self) -> bool:
-        return (self.positive, self.negative) != (1.0, 1.0)
-
-
-@dataclass(frozen=True)
 class Terms:
     """The terms of a run. The name of a field is the section of the term. To add a term, add a field and a line in `_per_token`."""
 
     importance: Importance = field(default_factory=Importance)
     kl: Kl = field(default_factory=Kl)
     entropy: Entropy = field(default_factory=Entropy)
-    scale: Scale = field(default_factory=Scale)
     off_policy_mask: OffPolicyMask = field(default_factory=OffPolicyMask)
     top_entropy: TopEntropy = field(default_factory=TopEntropy)
     mask: Overlong = field(default_factory=Overlong)
@@ -249,11 +230,7 @@ def _per_token(
 ) -> Tensor:
     surrogate = method.surrogate(inputs)
     metrics.update(surrogate.metrics)
-    loss_S, scale, quantile = surrogate.loss_S, terms.scale, terms.top_entropy.quantile
-    if scale.on:
-        positive_S, negative_S = inputs.advantage_S > 0, inputs.advantage_S < 0
-        ones_S = loss_S.new_ones(loss_S.shape)
-        loss_S = loss_S * ones_S.masked_fill(positive_S, scale.positive).masked_fill(negative_S, scale.negative)
+    loss_S, quantile = surrogate.loss_S, terms.top_entropy.quantile
     if terms.off_policy_mask.threshold is not None:
         keep_S, mask_metrics = off_policy_keep(inputs, terms.off_policy_mask.threshold)
         metrics.update(mask_metrics)

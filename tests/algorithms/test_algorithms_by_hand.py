@@ -39,8 +39,6 @@ def surrogate_by_hand(name: str, ratio: float, logp: float, advantage: float, ph
         return -phi * advantage * logp
     if name == "reinforce":
         return -advantage * logp
-    if name == "one_sided":
-        return -advantage * (min(ratio, 1 + HIGH) if advantage > 0 else max(ratio, 1 - LOW))
     clipped = min(max(ratio, 1 - LOW), 1 + HIGH)
     return -min(ratio * advantage, clipped * advantage)
 
@@ -73,11 +71,11 @@ def loss_by_hand(batch: PaddedBatch, name: str, cap: float | None, beta: float) 
         return sum(map(sum, per_row)) / len(rows)
     if name == "dr_grpo":
         return sum(map(sum, per_row)) / (len(rows) * MAX_LENGTH)
-    assert name in ("dapo", "bnpo", "cispo", "vespo", "reinforce", "ppo_clip", "one_sided")
+    assert name in ("dapo", "bnpo", "cispo", "vespo", "reinforce", "ppo_clip")
     return sum(map(sum, per_row)) / sum(map(len, per_row))
 
 
-CLIPPED = ["bnpo", "dapo", "dr_grpo", "grpo", "gspo", "luspo", "one_sided", "ppo_clip"]
+CLIPPED = ["bnpo", "dapo", "dr_grpo", "grpo", "gspo", "luspo", "ppo_clip"]
 
 
 @pytest.mark.parametrize("beta", [0.0, BETA])

@@ -25,7 +25,7 @@ def everything_on(name: str) -> Loss:
     """Every term that a loss may have, but for the choice between exclusive ones."""
     own = {"dual_clip": 1.5} if name in ("ppo_clip", "gspo", "luspo") else {}
     return build_loss(
-        name, epsilon=0.2, epsilon_high=0.28, cispo_high=1.3, positive_scale=1.5, negative_scale=0.5,
+        name, epsilon=0.2, epsilon_high=0.28, cispo_high=1.3,
         importance_mode="token_mask" if name == "vespo" else "sequence_mask_tis", importance_cap=1.4, importance_floor=0.7,
         importance_veto=0.4, importance_log_clamp=5.0, off_policy_mask_threshold=0.1, kl_coef=0.05,
         use_bias_correction_kl=True, entropy_coef=0.03, top_entropy_quantile=0.6, **own,

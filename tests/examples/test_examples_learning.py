@@ -45,7 +45,7 @@ def test_a_loss_learns_and_one_with_a_wrong_clip_does_not(
 def test_every_loss_is_compared_in_both_modes_with_three_seeds(tool: Any) -> None:
     runs = {(job.name, job.mode, job.seed) for job in tool.jobs(quick=False) if job.part == "loss"}
     assert {(name, mode, seed) for name in LOSSES for mode in tool.MODES for seed in (0, 1, 2)} <= runs
-    assert {"force_on_policy", "scalers"} <= {name for name, _, _ in runs}
+    assert "force_on_policy" in {name for name, _, _ in runs}
     assert len({job.key for job in tool.jobs(quick=False)}) == len(tool.jobs(quick=False))
 
 

@@ -75,7 +75,6 @@ def test_importance_modes_opsm_and_their_metrics(here: Path) -> None:
         "importance": {"mode": "sequence_mask_tis", "floor": 0.5, "cap": 2.0, "veto": 1e-4, "log_clamp": 20.0},
         "off_policy_mask": {"threshold": 0.01},
         "updates_per_batch": 2,
-        "scale": {"positive": 0.5},
         "clip": {"dual_clip": 3.0},
     }
     line = last(here, algorithm)

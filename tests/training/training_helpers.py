@@ -171,7 +171,7 @@ STREAMED = tuple(sorted(set(LOSSES) - {"bnpo"}))
 def everything(name: str, *, top: float = 1.0, entropy_coef: float = 0.05) -> Loss:
     """The loss with every term that can be had at once."""
     return build_loss(
-        name, epsilon=0.1, cispo_high=1.5, positive_scale=1.5, negative_scale=0.5,
+        name, epsilon=0.1, cispo_high=1.5,
         importance_mode="token_mask" if name == "vespo" else "sequence_mask_tis", importance_cap=3.0, importance_floor=0.2,
         importance_veto=0.01, importance_log_clamp=5.0, off_policy_mask_threshold=0.5, kl_coef=0.05,
         use_bias_correction_kl=True, entropy_coef=entropy_coef, top_entropy_quantile=top,
