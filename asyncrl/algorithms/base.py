@@ -87,18 +87,6 @@ def sequence_ratio(inputs: LossInputs) -> Tensor:
     return inputs.spread(inputs.sequence_mean(inputs.logp_S - old_logp(inputs)).exp())
 
 
-def on_policy(inputs: LossInputs) -> LossInputs:
-    """For the setting `force_on_policy`: removes the `old` column, so that every ratio is 1."""
-    return replace(inputs, old_logp_S=None)
-
-
-def centre_on_sampler(inputs: LossInputs) -> LossInputs:
-    """For the setting `old_logprobs: sampler`: the sampler's log-probs become the `old` column. At a NaN the ratio is 1."""
-    sampler_S = inputs.sampler_logp_S
-    old_S = inputs.logp_S.detach().where(sampler_S.isnan(), sampler_S)
-    return replace(inputs, old_logp_S=old_S)
-
-
 def reduction_of(name: str) -> str:
     """How a metric with this name is combined over microbatches and ranks: `min`, `max` or `sum`."""
     if "_min" in name:

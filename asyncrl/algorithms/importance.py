@@ -31,6 +31,7 @@ Shape legend: S scored tokens of a microbatch, B sequences of the microbatch. Lo
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ class Importance(Method):
 def importance_weights(inputs: LossInputs, settings: Importance) -> tuple[Tensor, Metrics]:
     """Detached weights [S], and their metrics. Call this only if `settings.on`."""
     mode = IMPORTANCE_MODES[settings.mode]
+    floor = 0.0 if settings.floor is None else settings.floor
+    cap = math.inf if settings.cap is None else settings.cap
     d_S = _log_ratio(old_logp(inputs), inputs.sampler_logp_S)
     if settings.log_clamp is not None:
         d_S = d_S.clamp(-settings.log_clamp, settings.log_clamp)
@@ -125,10 +128,17 @@ def importance_weights(inputs: LossInputs, settings: Importance) -> tuple[Tensor
     else:
         over_sequence = inputs.sequence_sum if mode.level == "sequence" else inputs.sequence_mean
         ratio, normaliser = over_sequence(d_S).exp(), Normaliser.SEQUENCES
-    weight = apply_bounds(ratio, mode.action, settings.floor, settings.cap)
-    # A sequence without scored tokens has ratio 1. Metrics leave it out, because its microbatch may be skipped.
-    counted = d_S.new_ones(d_S.shape) if mode.level == "token" else (inputs.length_B > 0).to(d_S.dtype)
-    metrics = importance_metrics(ratio * counted, weight * counted, normaliser)
+    # A NaN of the trainer stays NaN.
+    outside = (ratio < floor) | (ratio > cap)
+    weight = ratio.clamp(floor, cap) if mode.action == "truncate" else ratio.masked_fill(outside, 0.0)
+    # A sequence without scored tokens has ratio 1 (TRL counts it). Metrics leave it out, because its microbatch may be skipped.
+    counted = ratio.new_ones(ratio.shape) if mode.level == "token" else (inputs.length_B > 0).to(ratio.dtype)
+    # The weights after the bounds, as in TRL, and the share of ratios that the bounds changed.
+    metrics = {
+        "importance/ratio_mean": MetricSum((weight * counted).sum(), normaliser),
+        "importance/ratio_max": MetricSum(_largest(weight * counted), Normaliser.NONE),
+        "importance/bounded_mean": MetricSum((outside * counted).sum(), normaliser),
+    }
     weight_S = weight if mode.level == "token" else inputs.spread(weight)
     if mode.raw_token_weights:
         weight_S = d_S.exp().masked_fill(weight_S == 0, 0.0)
@@ -139,55 +149,22 @@ def importance_weights(inputs: LossInputs, settings: Importance) -> tuple[Tensor
     return weight_S, metrics
 
 
-def apply_bounds(ratio: Tensor, action: Literal["truncate", "mask"], floor: float | None, cap: float | None) -> Tensor:
-    """The ratio, clamped to [floor, cap] (`truncate`), or 0 outside of [floor, cap] (`mask`). NaN stays NaN."""
-    if action == "truncate":
-        return ratio if floor is None and cap is None else ratio.clamp(min=floor, max=cap)
-    outside = ratio.new_zeros(ratio.shape).bool()
-    if floor is not None:
-        outside = outside | (ratio < floor)
-    if cap is not None:
-        outside = outside | (ratio > cap)
-    return ratio.masked_fill(outside, 0.0)
+def mismatch_metrics(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> Metrics:
+    """`mismatch_kl/mean` (the k3 estimate of KL(sampler || trainer)), `mismatch/abs_mean`, `mismatch/abs_max` in nats,
+    `mismatch/ratio_max` (trainer / sampler) and `mismatch/unknown_tokens`.
 
-
-def token_mismatch(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The mismatch of trainer and sampler per token, detached: `(k3_S, d_S, known_S)`.
-
-    d_S is `trainer - sampler`. k3_S is the k3 estimate of KL(sampler || trainer), `exp(d) - d - 1`. known_S (bool) is False where
-    the sampler's log-prob is NaN. There d_S and k3_S are 0.
+    A token without a sampler log-prob (NaN) counts as equal, and lowers the means, which divide by all tokens.
+    `mismatch/unknown_tokens` is their number. (TRL divides by the tokens with a sampler log-prob. In a step of several microbatches
+    that number is not known.)
     """
     d_S = _log_ratio(trainer_logp_S, sampler_logp_S)
-    return d_S.expm1() - d_S, d_S, ~sampler_logp_S.isnan()
-
-
-def importance_metrics(ratio: Tensor, weight: Tensor, normaliser: Normaliser) -> Metrics:
-    """Mean and maximum of the weights (after the bounds, as in TRL), and the share of ratios that the bounds changed.
-
-    `ratio` and `weight` are [S] or [B], by the level of the mode. The maximum is 0 if there are no weights. The caller
-    passes 0 for sequences without scored tokens (TRL: 1)."""
-    return {
-        "importance/ratio_mean": MetricSum(weight.sum(), normaliser),
-        "importance/ratio_max": MetricSum(_largest(weight), Normaliser.NONE),
-        "importance/bounded_mean": MetricSum((weight != ratio).to(ratio.dtype).sum(), normaliser),
-    }
-
-
-def mismatch_metrics(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> Metrics:
-    """`mismatch_kl/mean` (k3), `mismatch/abs_mean`, `mismatch/abs_max` in nats, `mismatch/ratio_max` (trainer / sampler)
-    and `mismatch/unknown_tokens`.
-
-    The means divide by all tokens, so tokens without a sampler log-prob lower the means. `mismatch/unknown_tokens` is the number of
-    these tokens. (TRL divides by the tokens with a sampler log-prob. In a step of several microbatches their number is not known.)
-    """
-    k3_S, d_S, known_S = token_mismatch(trainer_logp_S, sampler_logp_S)
     abs_S = d_S.abs()
     return {
-        "mismatch_kl/mean": MetricSum(k3_S.sum(), Normaliser.TOKENS),
+        "mismatch_kl/mean": MetricSum((d_S.expm1() - d_S).sum(), Normaliser.TOKENS),
         "mismatch/abs_mean": MetricSum(abs_S.sum(), Normaliser.TOKENS),
         "mismatch/abs_max": MetricSum(_largest(abs_S), Normaliser.NONE),
         "mismatch/ratio_max": MetricSum(_largest(d_S.exp()), Normaliser.NONE),
-        "mismatch/unknown_tokens": MetricSum((~known_S).to(abs_S.dtype).sum(), Normaliser.NONE),
+        "mismatch/unknown_tokens": MetricSum(sampler_logp_S.isnan().to(abs_S.dtype).sum(), Normaliser.NONE),
     }
 
 

@@ -4,7 +4,7 @@ Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx
 
     k1 = -d                unbiased, high variance, may be negative
     k2 = d^2 / 2           biased, low variance, >= 0; `mse` in verl
-    k3 = exp(d) - d - 1    unbiased, low variance, >= 0
+    k3 = exp(d) - d - 1    unbiased, low variance, >= 0; in GRPO (DeepSeekMath, arXiv:2402.03300, eq. 4) and in TRL
     abs = |d|              a distance, no estimate of the divergence
 
 An unbiased *value* does not mean an unbiased gradient. For on-policy tokens the mean gradient of k1 is 0. The mean gradient of k2
@@ -15,8 +15,7 @@ mean gradients of k1 and k3 are the gradient of the KL.
 With `place: reward` the estimate has no gradient. The reward of each sequence is reduced by `coef x sum_t kl_t` before advantages
 are computed (Ouyang et al., arXiv:2203.02155; TRL's RLOOTrainer, with k1).
 
-Shape legend: S scored tokens. An estimator takes two tensors [S] of log-probs in nats, with the same dtype. The result [S] is
-differentiable in both.
+Shape legend: S scored tokens. Log-probs are in nats.
 """
 
 from __future__ import annotations
@@ -40,34 +39,14 @@ if TYPE_CHECKING:
 LOG_CLAMP = 20.0  # bound of |logp - ref| (nats), if `Kl.clamp` is set
 
 
-def k1(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
-    """`logp - ref`: the unbiased estimator that may be negative."""
-    return logp_S - reference_logp_S
-
-
-def k2(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
-    """`(logp - ref)^2 / 2`: the biased estimator, which is never negative."""
-    return (logp_S - reference_logp_S).square() / 2
-
-
-def k3(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
-    """`exp(ref - logp) - (ref - logp) - 1`: the KL term of GRPO (DeepSeekMath, arXiv:2402.03300, eq. 4) and of TRL."""
-    d_S = reference_logp_S - logp_S
+# Functions of d_S = ref - logp.
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d_S: -d_S,
+    "k2": lambda d_S: d_S.square() / 2,
     # For nearly equal log-probs, `exp(d) - d - 1` in float32 would be mostly rounding error, and often negative.
-    return d_S.expm1() - d_S
-
-
-def absolute(logp_S: Tensor, reference_logp_S: Tensor) -> Tensor:
-    """The absolute difference `|logp - ref|`."""
-    return (logp_S - reference_logp_S).abs()
-
-
-KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "mse": k2,
-    "abs": absolute,
+    "k3": lambda d_S: d_S.expm1() - d_S,
+    "mse": lambda d_S: d_S.square() / 2,
+    "abs": lambda d_S: d_S.abs(),
 }
 
 
@@ -78,13 +57,11 @@ def estimate(
     clamp: float | None = None,
     weight_S: Tensor | None = None,
 ) -> Tensor:
-    """The estimate [S] times `weight_S` (None: 1). With `clamp`, log-ratios are clamped to +-20 nats, and the product to +-clamp.
-
-    So a single token cannot outweigh a batch (NeMo and verl: clamp 10). The gradient of a clamped value is 0.
-    """
-    if clamp is not None:
-        reference_logp_S = logp_S - (logp_S - reference_logp_S).clamp(-LOG_CLAMP, LOG_CLAMP)
-    value_S = KL_ESTIMATORS[name](logp_S, reference_logp_S)
+    """The estimate [S] times `weight_S` (None: 1), differentiable. With `clamp`, log-ratios are clamped to +-20 nats, and the
+    product to +-clamp, so that a single token cannot outweigh a batch (NeMo and verl: clamp 10). The gradient of a clamped value
+    is 0."""
+    d_S = reference_logp_S - logp_S
+    value_S = KL_ESTIMATORS[name](d_S if clamp is None else d_S.clamp(-LOG_CLAMP, LOG_CLAMP))
     if weight_S is not None:
         value_S = value_S * weight_S
     return value_S if clamp is None else value_S.clamp(-clamp, clamp)

@@ -16,7 +16,7 @@ from asyncrl.types import Normaliser
 
 from . import advantages, losses
 from .advantages import Estimator
-from .base import Loss, LossFn, LossInputs, LossSums, MetricSum, centre_on_sampler, old_logp, on_policy
+from .base import Loss, LossFn, LossInputs, LossSums, MetricSum, old_logp
 from .importance import Importance, mismatch_metrics
 from .kl import Kl
 from .losses import LossMethod
@@ -144,9 +144,11 @@ def _evaluate(
     if inputs.entropy_S is not None:
         metrics["entropy"] = MetricSum(inputs.entropy_S.detach().sum(), Normaliser.TOKENS)
     if centre == "sampler":
-        inputs = centre_on_sampler(inputs)
+        # At a NaN the ratio is 1.
+        sampler_S = inputs.sampler_logp_S
+        inputs = replace(inputs, old_logp_S=inputs.logp_S.detach().where(sampler_S.isnan(), sampler_S))
     elif force_on_policy:
-        inputs = on_policy(inputs)
+        inputs = replace(inputs, old_logp_S=None)  # so every ratio is 1
     sums = loss_sums(method, inputs, terms)
     sums = replace(sums, metrics={**sums.metrics, **metrics})
     if bonus_coefficient is None:

@@ -12,7 +12,7 @@ from algorithms_batches import random_batch, value_and_grad
 from torch import Tensor
 
 from asyncrl.algorithms.base import LossInputs
-from asyncrl.algorithms.importance import IMPORTANCE_MODES, Importance, apply_bounds, importance_weights, token_mismatch
+from asyncrl.algorithms.importance import IMPORTANCE_MODES, Importance, importance_weights
 from asyncrl.algorithms.registry import build_loss
 from asyncrl.algorithms.terms import off_policy_keep
 from asyncrl.types import Normaliser
@@ -63,14 +63,12 @@ def test_modes_by_hand(mode: str, floor: float | None, cap: float | None) -> Non
     assert metrics["importance/ratio_mean"].normaliser is (Normaliser.TOKENS if token_level else Normaliser.SEQUENCES)
 
 
-@pytest.mark.parametrize("action", ["truncate", "mask"])
-def test_bounds_keep_equality_and_never_raise_what_was_masked(action: Any) -> None:
-    ratio = torch.tensor([0.1, 0.5, 1.0, 3.0, 3.1, NAN, math.inf], dtype=torch.float64)
-    found = apply_bounds(ratio, action, 0.5, 3.0)
-    inside = [0.5, 1.0, 3.0]
-    assert found[1:4].tolist() == inside
-    assert found[[0, 4, 6]].tolist() == ([0.5, 3.0, 3.0] if action == "truncate" else [0.0, 0.0, 0.0])
-    assert found[5].isnan()  # the trainer's NaN must reach the loss
+@pytest.mark.parametrize(("mode", "expected"), [("token_truncate", [0.5, 1.0, 1.0]), ("token_mask", [0.0, 1.0, 0.0])])
+def test_ratios_of_0_at_the_bound_and_of_infinity(mode: str, expected: list[float]) -> None:
+    n = Importance(mode=mode, floor=0.5, cap=1.0)
+    weight_S, metrics = importance_weights(columns([[-800.0, 0.0, 800.0]]), n)
+    assert weight_S.tolist() == expected
+    assert float(metrics["importance/bounded_mean"].value) == 2
 
 
 def test_veto_takes_out_the_whole_sequence_whatever_the_mode_made_of_it() -> None:
@@ -101,14 +99,13 @@ def test_only_the_samplers_nan_is_forgiven() -> None:
 def test_mismatch_by_hand() -> None:
     trainer = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     sampler = torch.tensor([-3.0, -1.5, -0.3, NAN], dtype=torch.float64)
-    k3, difference, known = token_mismatch(trainer, sampler)
-    assert difference.tolist() == pytest.approx([2.0, 0.5, -0.7, 0.0], rel=1e-14)
-    assert k3.tolist() == pytest.approx([math.exp(d) - d - 1 for d in (2.0, 0.5, -0.7, 0.0)], rel=1e-12)
-    assert known.tolist() == [True, True, True, False]
     inputs = LossInputs(
         trainer, None, sampler, torch.ones(4, dtype=torch.float64), torch.zeros(4, dtype=torch.int64), 1
     )
     metrics = build_loss("dapo")(inputs).metrics
+    k3 = sum(math.exp(d) - d - 1 for d in (2.0, 0.5, -0.7))
+    assert float(metrics["mismatch_kl/mean"].value) == pytest.approx(k3, rel=1e-12)
+    assert float(metrics["mismatch/abs_mean"].value) == pytest.approx(2.0 + 0.5 + 0.7, rel=1e-14)
     assert float(metrics["mismatch/ratio_max"].value) == pytest.approx(math.exp(2.0), rel=1e-12)
     assert float(metrics["mismatch/abs_max"].value) == 2.0
     assert float(metrics["mismatch/unknown_tokens"].value) == 1.0
