@@ -21,7 +21,7 @@ reported, so a run that resumes from the checkpoint misses no report.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -33,6 +33,7 @@ from anyio.abc import TaskGroup
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.errors import ConfigError
 from asyncrl.ports import Engine, PinnedVersion, PinsVersions
+from asyncrl.telemetry.records import Cause
 from asyncrl.types import Generation, GenerationRequest, Prompt, Trajectory
 
 from .metrics import logged_numbers
@@ -95,13 +96,13 @@ class EvaluatePump:
         samples, recorder = self._settings.samples, self._ports.recorder
         rows = range(len(self._prompts))
         self.progress = 0, len(rows) * samples
-        # `wait` counts the time as idle time of the device. With a pin the device trains meanwhile, so `watch` does not count it.
-        waiter, awaited = "evaluate pump", "held-out rollouts"
-        waiting: AbstractContextManager[object] = recorder.watch(waiter, awaited, on="engine")
-        if pin is None:
-            waiting = recorder.wait(waiter, awaited, on="engine", cause="evaluate")
+        # Not idle time of the device with a pin: the device trains meanwhile.
+        cause: Cause | None = "evaluate" if pin is None else None
         try:
-            with recorder.span("evaluate", track="evaluate", version=version), waiting:
+            with (
+                recorder.span("evaluate", track="evaluate", version=version),
+                recorder.wait("evaluate pump", "held-out rollouts", on="the engine", cause=cause),
+            ):
                 if self._spread is None:
                     scored = await self.play(version, rows, pin)
                 else:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
 from asyncrl.types import Prompt, Trajectory
 
-from .intake import Intake
+from .intake import Intake, release
 
 # Incomplete groups in the stash; their bytes are bounded by the rings.
 MAX_INCOMPLETE = 4096
@@ -127,7 +127,7 @@ class DoorGroups:
         self._refuse(error, epoch, group)
         rest = self._stash.discard(group, epoch)
         if rest is not None:
-            _release(rest.leases)
+            release(rest.leases)
 
     def on_producer(self, epoch: int, producer: bytes) -> None:
         """A producer feeds this epoch, so the epoch does not end before the producer leaves."""
@@ -197,7 +197,7 @@ class DoorGroups:
         # Includes VersionAhead, for records that an earlier run of this name left behind.
         except (DataError, ValueError, RewardError) as error:
             self._refuse(error, group.key.epoch, group.key.group_id)
-            _release(leases)
+            release(leases)
             if isinstance(error, RewardError):
                 self._on_unscored(error)
             return
@@ -232,7 +232,7 @@ class DoorGroups:
         else:
             self._counts.incomplete += 1
             self._recorder.count("door/incomplete")
-        _release(group.leases)
+        release(group.leases)
 
     def _count_too_old(self) -> None:
         self._counts.too_old += 1
@@ -242,8 +242,3 @@ class DoorGroups:
                 "door: a group was too old to be trained within rollout.max_staleness and was dropped; door/too_old counts all "
                 "such groups"
             )
-
-
-def _release(leases: Iterable[Lease]) -> None:
-    for lease in leases:
-        lease.release()

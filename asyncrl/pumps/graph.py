@@ -40,14 +40,14 @@ from asyncrl.data.prompts import PromptSource
 from asyncrl.errors import DataError, LifecycleError
 from asyncrl.ports import Environment
 from asyncrl.transport.queues.queue import QueueReceiver, QueueSender, open_queue
-from asyncrl.types import Prompt, Trajectory
+from asyncrl.types import Group, Prompt, Trajectory
 
 from .claims import Claims
 from .dispatch import Dispatch
 from .evaluate import EvaluatePump, Evaluations, Report
 from .follow import EngineVersion, FollowPump, Remote
 from .intake import Intake, ScorePump
-from .pipeline import Ports, Publication, Scoring, StepReport
+from .pipeline import Ports, Publication, StepReport
 from .publish import PublishPump
 from .rollout import GroupPlayer, OwnPrompts, Prompts, RolloutPump
 from .screen import Reroll
@@ -266,7 +266,7 @@ class Graph:
         )
         departures = self._role_parts.departures
         calls = self._ports.calls_at_once or self._ports.config.reward.workers
-        edge: Edge[Scoring] = open_queue("scoring", calls, self._ports.recorder)
+        edge: Edge[Group] = open_queue("scoring", calls, self._ports.recorder)
         scoring_in, scoring_out = edge
         try:
             with self._generation_scope:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
 import anyio
@@ -29,7 +29,7 @@ from asyncrl.records.check import MAX_COMPONENTS, Limits, check_trains, check_tr
 from asyncrl.transport.queues.queue import QueueReceiver
 from asyncrl.types import Group, Prompt, Ticket, Trajectory
 
-from .pipeline import Ports, Scoring
+from .pipeline import Ports
 from .screen import OVERLONG, Reroll, Screen, shape_reward
 
 # The newest ids of groups from outside, kept to refuse a second submit. More than any run has groups at a time.
@@ -57,26 +57,26 @@ class Intake:
         self.ids = ports.ids
         self.scored = 0  # trajectories
 
-    async def take(self, item: Scoring) -> Group | None:
-        """Score one played trajectory, or all members of a group. Returns the scored group after its last member, else None."""
-        ticket, book, store = item.ticket, self._ports.book, self._ports.store
+    async def take(self, part: Group) -> Group | None:
+        """Score one member of a group, or all members. Returns the scored group after its last member, else None."""
+        group_id, book, store = part.group_id, self._ports.book, self._ports.store
         self._ports.recorder.gauge("queue/stash/depth", self.incomplete)
-        if ticket.group_id not in book:  # another member failed
+        if group_id not in book:  # another member failed
             return None
-        if len(item.trajectories) == item.trajectories[0].group_size:
-            group = await self._enter(store.put(Group(ticket, item.prompt, item.trajectories)))
-            self.scored += len(item.trajectories)
+        if len(part.trajectories) == part.trajectories[0].group_size:
+            group = await self._enter(store.put(part))
+            self.scored += len(part.trajectories)
             return group
-        scored = await self._score_members(Group(ticket, item.prompt, item.trajectories))
-        if ticket.group_id not in book:
+        scored = await self._score_members(part)
+        if group_id not in book:
             return None
-        members = self._members.setdefault(ticket.group_id, {})
+        members = self._members.setdefault(group_id, {})
         members |= {t.member: t for t in scored}
         self.scored += len(scored)
         if len(members) == scored[0].group_size:
-            del self._members[ticket.group_id]
+            del self._members[group_id]
             in_order = tuple(members[member] for member in sorted(members))
-            return await self._filter(store.put(Group(ticket, item.prompt, in_order)))
+            return await self._filter(store.put(replace(part, trajectories=in_order)))
         return None
 
     @property
@@ -119,7 +119,7 @@ class Intake:
             assert oldest is not None, "a group without versions is never too old"
             # If a group ended during `admit`, perhaps no group ends later, and nothing would release delayed leases.
             if oldest + turns_bound(ports.config) < ports.ledger.turn or ends_before != ports.book.end_count:
-                _release(leases)
+                release(leases)
             else:
                 self._delayed_leases += leases
             return False
@@ -136,7 +136,7 @@ class Intake:
             raise
         return True
 
-    async def play(self, group_id: int, play: Callable[[Ticket], Awaitable[Scoring | None]]) -> tuple[Trajectory, ...]:
+    async def play(self, group_id: int, play: Callable[[Ticket], Awaitable[Group | None]]) -> tuple[Trajectory, ...]:
         """Wait for a slot, then let `play` play a group, and take the group. Returns its members with their rewards; none if the
         group has failed. Errors: LifecycleError as `submit`; those of `play`."""
         self._check_open()
@@ -212,7 +212,7 @@ class Intake:
         for group_id in group_ids:
             self._members.pop(group_id, None)
         if not self._ports.book.training_ended:
-            _release(self._delayed_leases)
+            release(self._delayed_leases)
             self._delayed_leases.clear()
 
     def _remember(self, group_id: int) -> None:
@@ -276,8 +276,8 @@ class ScorePump:
     There is one scorer task more than `calls`, so that no reward worker is idle while a reply is handled.
     """
 
-    def __init__(self, intake: Intake, scoring: QueueReceiver[Scoring], calls: int) -> None:
-        """`calls`: calls of reward functions that may run at a time."""
+    def __init__(self, intake: Intake, scoring: QueueReceiver[Group], calls: int) -> None:
+        """`scoring`: groups with one member or all. `calls`: calls of reward functions that may run at a time."""
         self._intake = intake
         self._scoring = scoring
         self._calls = calls
@@ -290,8 +290,8 @@ class ScorePump:
         await self._intake.drop_incomplete()
 
     async def _score(self) -> None:
-        async for item in self._scoring:
-            await self._intake.take(item)
+        async for part in self._scoring:
+            await self._intake.take(part)
 
 
 def members_in_order(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
@@ -310,6 +310,7 @@ def members_in_order(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ..
     return tuple(members)
 
 
-def _release(leases: Sequence[Lease]) -> None:
+def release(leases: Iterable[Lease]) -> None:
+    """Release the memory of a group that came from outside."""
     for lease in leases:
         lease.release()

@@ -21,7 +21,7 @@ from asyncrl.ports import Engine, Environment, Ledger, Reward, Trainer, WeightSi
 from asyncrl.records.check import Limits
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import QueueSender
-from asyncrl.types import Group, Prompt, StepResult, Ticket, Trajectory
+from asyncrl.types import Group, StepResult
 
 from .book import GroupBook, GroupIds
 from .hooks import Hooks
@@ -110,15 +110,6 @@ class Ports:
     def turn_of(self, version: int) -> int:
         """The number of turns of the ledger whose steps made the weights of `version`."""
         return (version - self.base) // versions_per_batch(self.config)
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """From the rollout pump to the score pump (edge 3): one trajectory, or a whole group in member order."""
-
-    ticket: Ticket
-    prompt: Prompt
-    trajectories: tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,10 @@ from asyncrl.errors import AsyncrlError, ConfigError, DataError, EngineClosed, G
 from asyncrl.ports import Generate
 from asyncrl.records.check import check_trajectory
 from asyncrl.transport.queues.queue import QueueSender
-from asyncrl.types import Generation, GenerationRequest, Prompt, Ticket, Trajectory
+from asyncrl.types import Generation, GenerationRequest, Group, Prompt, Ticket, Trajectory
 
 from .pace import Pace
-from .pipeline import Ports, Scoring, put_item
+from .pipeline import Ports, put_item
 
 # A group that has lost members is trained with at least this many: a single reward could be compared with no other reward.
 _FEWEST_MEMBERS = 2
@@ -92,7 +92,7 @@ class OwnPrompts:
 class RolloutPump:
     """Plays groups until no more are needed."""
 
-    def __init__(self, ports: Ports, prompts: Prompts, scoring: QueueSender[Scoring]) -> None:
+    def __init__(self, ports: Ports, prompts: Prompts, scoring: QueueSender[Group]) -> None:
         self._ports = ports
         self._groups = GroupPlayer(ports)
         self._prompts = prompts
@@ -166,8 +166,8 @@ class RolloutPump:
     async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
         began, seconds = anyio.current_time(), 0.0
 
-        async def send(item: Scoring) -> None:
-            await put_item(self._scoring, item)
+        async def send(part: Group) -> None:
+            await put_item(self._scoring, part)
 
         try:
             each = None if self._ports.score_groups else send
@@ -188,10 +188,11 @@ class GroupPlayer:
         self._episodes = Episodes(ports)
 
     async def play(
-        self, ticket: Ticket, prompt: Prompt, size: int, send: Callable[[Scoring], Awaitable[None]] | None = None
-    ) -> Scoring | None:
-        """Play and check `size` members. `send` gets each member as soon as the member has ended; without `send` the result has all
-        members. None: the group has failed. Errors: GenerationError if more groups failed than the run allows."""
+        self, ticket: Ticket, prompt: Prompt, size: int, send: Callable[[Group], Awaitable[None]] | None = None
+    ) -> Group | None:
+        """Play and check `size` members. `send` gets each member, in a `Group` of one, as soon as the member has ended; without
+        `send` the result has all members. None: the group has failed. Errors: GenerationError if more groups failed than the run
+        allows."""
         ports = self._ports
         played: dict[int, Trajectory] = {}
         lost: list[EpisodeFailed] = []
@@ -212,7 +213,7 @@ class GroupPlayer:
                 if send is None:
                     played[member] = trajectory
                 else:
-                    await send(Scoring(ticket, prompt, (trajectory,)))
+                    await send(Group(ticket, prompt, (trajectory,)))
 
             async with anyio.create_task_group() as members:
                 for member in range(size):
@@ -227,7 +228,7 @@ class GroupPlayer:
             ports.recorder.count("rollout/lost_members", len(lost))
             count = len(trajectories)
             trajectories = tuple(replace(t, member=n, group_size=count) for n, t in enumerate(trajectories))
-        return Scoring(ticket, prompt, trajectories)
+        return Group(ticket, prompt, trajectories)
 
     async def _play_member(self, ticket: Ticket, prompt: Prompt, member: int, group_size: int) -> Trajectory:
         ports, group_id = self._ports, prompt.group_id

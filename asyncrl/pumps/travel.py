@@ -44,7 +44,7 @@ UNACKNOWLEDGED = 8
 MAX_BYTES = 1 << 30
 # More groups than any run has slots: the slots bound these queues.
 _BOUND = 1 << 30
-# Only senders below this rank have metrics of their own, because each metric is a column of every step.
+# Only senders below this rank have a metric of their own, because each metric is a column of every step.
 _NAMED_RANKS = 64
 
 logger = logging.getLogger("asyncrl.pumps")
@@ -234,8 +234,6 @@ class Arrivals:
         count("travel/credit_wait_s", waited_s)
         if sender < _NAMED_RANKS:
             count(f"travel/rank_{sender}/groups")
-            count(f"travel/rank_{sender}/bytes", size)
-            count(f"travel/rank_{sender}/credit_wait_s", waited_s)
 
     async def run(self) -> None:
         """Store the groups that arrive, one after the other, until cancelled. Errors: those of the ledger."""

@@ -23,9 +23,9 @@ from asyncrl.errors import (
 )
 from asyncrl.pumps.book import MAX_REASONS, OTHER_REASON, GroupBook
 from asyncrl.pumps.intake import ScorePump
-from asyncrl.pumps.pipeline import Scoring
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.queues.queue import open_queue
+from asyncrl.types import Group
 
 
 def test_a_failed_group_gives_back_one_slot_whatever_fails_after_it() -> None:
@@ -76,7 +76,7 @@ def test_groups_that_can_never_be_whole_are_dropped_when_the_rollouts_end() -> N
             ports.book.add(ticket)
             for member in range(members):
                 trajectory = make_trajectory(group, member, 2, [0])
-                await scoring_in.put(Scoring(ticket, make_prompt(group), (trajectory,)))
+                await scoring_in.put(Group(ticket, make_prompt(group), (trajectory,)))
         scoring_in.close()
         await ScorePump(house.graph.intake, scoring_out, calls=1).run()
         assert house.books.live + house.books.claimed == 1 and house.books.dropped == 1
