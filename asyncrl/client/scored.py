@@ -41,8 +41,6 @@ class Scored:
     sampled_logprobs: Any = None
     # [L] policy version of each token, -1 where mask is 0; default: `policy_version` of the push.
     versions: Any = None
-    advantages: Any = None  # [L]
-    reference_logprobs: Any = None  # [L] nats
     # [L, layers, k] signed integers, -1: not known. A run with algorithm.router_replay needs them.
     routed_experts: Any = None
     # At least 1; default: the number of tokens before the first token with mask 1.

@@ -12,19 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RecordError
-from .layout import (
-    CRC_OFFSET,
-    DTYPES,
-    ENTRY,
-    HEADER,
-    MAGIC,
-    NEEDED,
-    SPECS,
-    USER_SECTIONS,
-    VERSION,
-    Axis,
-    Section,
-)
+from .layout import CRC_OFFSET, DTYPES, ENTRY, HEADER, MAGIC, NEEDED, SPECS, USER_SECTIONS, VERSION, Axis, Section
 
 _NO_CRC = bytes(4)
 
@@ -43,13 +31,11 @@ class Record:
     producer: bytes
     sequence: int
     written_ns: int
-    version: int  # of the writer's schema
     members: npt.NDArray[np.int32]  # [n]
     lengths: npt.NDArray[np.int32]  # [n]
     bounds: tuple[int, ...]  # [n + 1]
     arrays: Mapping[int, npt.NDArray[Any]]  # ROWS [n, ...] and TOKENS [T, ...]
     strings: Mapping[int, memoryview]  # BYTES and ROW_BYTES, raw
-    skipped: tuple[int, ...]  # sections of a newer schema
 
     @property
     def size(self) -> int:
@@ -107,21 +93,19 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None)
         entries = ENTRY.iter_unpack(memoryview(head)[header_bytes:])
     else:  # of a newer writer
         entries = (ENTRY.unpack_from(head, at) for at in range(header_bytes, table_end, entry_bytes))
-    arrays, strings, skipped = _sections(view[:record_bytes], entries, n, tokens)
+    arrays, strings = _sections(view[:record_bytes], entries, n, tokens)
     members, lengths, bounds = _members(arrays, n, group_size, tokens)
     return Record(
-        group, epoch, group_size, policy_version, producer, found_sequence, written_ns, version, members, lengths,
-        bounds, arrays, strings, skipped,
+        group, epoch, group_size, policy_version, producer, found_sequence, written_ns, members, lengths, bounds, arrays, strings
     )  # fmt: skip
 
 
 def _sections(
     view: memoryview, entries: Iterable[tuple[int, ...]], n: int, tokens: int
-) -> tuple[dict[int, npt.NDArray[Any]], dict[int, memoryview], tuple[int, ...]]:
-    """Arrays, byte strings, and the ids that version 1 does not know."""
+) -> tuple[dict[int, npt.NDArray[Any]], dict[int, memoryview]]:
+    """Arrays and byte strings. Leaves out sections that version 1 does not know."""
     arrays: dict[int, npt.NDArray[Any]] = {}
     strings: dict[int, memoryview] = {}
-    skipped: list[int] = []
     end = len(view)
     for section, code, axis, flags, _, inner0, inner1, offset, nbytes in entries:
         if offset + nbytes > end:
@@ -132,8 +116,6 @@ def _sections(
                 strings[section] = view[offset : offset + nbytes]
             elif flags & NEEDED:
                 raise RecordError(f"section {section} is of a newer schema and must be understood; update this reader")
-            else:
-                skipped.append(section)
             continue
         inner = spec.inner
         if dtype is None or dtype not in spec.dtypes or axis != spec.axis:
@@ -157,7 +139,7 @@ def _sections(
             arrays[section] = array.reshape(first, *(inner0, inner1)[:inner]) if inner else array
         except ValueError as error:  # 0 rows of a shape that is too large
             raise RecordError(f"section {Section(section).name}: {error}") from None
-    return arrays, strings, tuple(skipped)
+    return arrays, strings
 
 
 def _check_ends(section: int, raw: memoryview, n: int) -> None:

@@ -27,8 +27,6 @@ _COLUMNS = {
     "logprobs": Section.LOGPROBS,
     "sampled_logprobs": Section.SAMPLED_LOGPROBS,
     "versions": Section.VERSIONS,
-    "advantages": Section.ADVANTAGES,
-    "reference_logprobs": Section.REFERENCE_LOGPROBS,
     "routed_experts": Section.ROUTED_EXPERTS,
 }
 # Fields of a trajectory with a length of their own -> section, dtype, inner dimensions.

@@ -9,17 +9,15 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..errors import RecordError
 from .layout import (
-    ALIGNMENT,
     CODES,
     CRC_OFFSET,
-    DTYPES,
     ENTRY,
     HEADER,
     MAGIC,
@@ -33,7 +31,7 @@ from .layout import (
     aligned,
 )
 
-_USER_BYTES = Spec(Axis.BYTES, (DTYPES[1],))  # for a user's own section
+_USER_BYTES = Spec(Axis.BYTES, (np.dtype("<u1"),))  # for a user's own section
 _NO_INNER = (1, 1)  # no inner dimensions
 
 
@@ -67,13 +65,7 @@ class Plan:
     draft: Draft
     tokens: int
     parts: list[_Part]
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        size = _first_offset(len(self.parts))
-        for *_, section_size in self.parts:
-            size += (section_size + ALIGNMENT - 1) & -ALIGNMENT
-        self.size = size
+    size: int
 
     def record(self) -> bytearray:
         """The record in a new bytearray."""
@@ -102,7 +94,7 @@ class Plan:
                 out = flat.reshape(-1, *inner[: spec.inner]) if spec.inner else flat
                 np.concatenate(data, out=out, casting="equiv")  # raises if a dtype or shape changed after `plan`
             table += ENTRY.pack(section, CODES[dtype], spec.axis, NEEDED * spec.needed, 0, *inner, offset, size)
-            offset += (size + ALIGNMENT - 1) & -ALIGNMENT
+            offset += aligned(size)
             if fault is not None:
                 fault("section")
         draft = self.draft
@@ -136,7 +128,8 @@ def plan(draft: Draft) -> Plan:
             f"group {draft.group}: {n} members, but TOKENS has {len(lengths)} arrays; give one per member"
         )
     total = sum(lengths)
-    parts = [_int32_part(Section.LENGTHS, lengths), _int32_part(Section.MEMBERS, members)]
+    counts = ((Section.LENGTHS, lengths), (Section.MEMBERS, members))
+    parts = [_rows(section, SPECS[section], numbers, n) for section, numbers in counts]
     for section, data in sections.items():
         spec = SPECS.get(section)
         if spec is None:
@@ -155,7 +148,7 @@ def plan(draft: Draft) -> Plan:
         else:
             raw = bytes(data)
             parts.append((section, spec, spec.dtypes[0], raw, _NO_INNER, len(raw)))
-    return Plan(draft, total, parts)
+    return Plan(draft, total, parts, _first_offset(len(parts)) + sum(aligned(size) for *_, size in parts))
 
 
 def _check_members(draft: Draft, members: list[int]) -> None:
@@ -190,12 +183,6 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
     arrays = [conform(a, dtype, section) for a in data]
     inner = _inner(section, spec, arrays)
     return section, spec, dtype, arrays, inner, total * inner[0] * inner[1] * dtype.itemsize
-
-
-def _int32_part(section: int, numbers: list[int]) -> _Part:
-    """A section of one int32 per member."""
-    data = np.array(numbers, "<i4").tobytes()
-    return section, SPECS[section], np.dtype("<i4"), data, _NO_INNER, len(data)
 
 
 def _rows(section: int, spec: Spec, data: Any, n: int) -> _Part:

@@ -20,7 +20,6 @@ from transport_records import drop
 import asyncrl
 from asyncrl.client import AsyncClient, Client, Scored
 from asyncrl.errors import RecordError
-from asyncrl.records.layout import Section
 from asyncrl.records.trajectories import group_metadata, trajectories_of
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
@@ -49,7 +48,6 @@ async def test_a_group_arrives_as_trajectories(name: str) -> None:
                     mask=[0, 1, 1],
                     logprobs=np.array([0, -0.5, -1], np.float64),
                     versions=[-1, 2, 3],
-                    advantages=[0.0, 1.0, 2.0],
                     prompt_length=1,
                     temperature=0.5,
                     finish_reason="length",
@@ -73,7 +71,6 @@ async def test_a_group_arrives_as_trajectories(name: str) -> None:
         assert a.components == {"format": 1.0, "answer": None} and b.metadata == {"seed": 1}
         assert a.completion == [{"role": "assistant", "content": "x"}]
         assert group_metadata(first.record) == {"task": "adding"}
-        assert first.record.arrays[Section.ADVANTAGES].tolist() == [0.0, 1.0, 2.0] * 2
         (c,) = trajectories_of(second.record)
         assert (c.member, c.group_size, c.reward) == (2, 4, None)
         assert c.mask.tolist() == [False, True, True, True]

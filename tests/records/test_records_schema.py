@@ -26,7 +26,7 @@ def test_trajectories_come_back_equal(lengths: tuple[int, ...]) -> None:
     draft = draft_of(given, epoch=-5, policy_version=2**30, producer=b"p" * 16, group_metadata={"prompt": "q"})
     raw = written(plan(draft), sequence=2**63 + 1)
     record = read(raw, sequence=2**63 + 1)
-    assert (record.epoch, record.policy_version, record.producer, record.version) == (-5, 2**30, b"p" * 16, 1)
+    assert (record.epoch, record.policy_version, record.producer) == (-5, 2**30, b"p" * 16)
     assert (record.epoch, record.group, record.members.tolist()) == (-5, 7, list(range(len(lengths))))
     assert group_metadata(record) == {"prompt": "q"}
     for a, b in zip(given, trajectories_of(record), strict=True):
@@ -266,7 +266,7 @@ def forge(version: int, oldest: int, section: int, flags: int) -> bytes:
 
 def test_version_1_reads_version_2() -> None:
     record = read(forge(2, 1, 900, 0))
-    assert (record.version, record.skipped) == (2, (900,))
+    assert 900 not in {**record.arrays, **record.strings}
     same(trajectories_of(record)[0], trajectory(0, 3))
 
 
