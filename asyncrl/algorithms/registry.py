@@ -48,18 +48,8 @@ def methods() -> Iterator[type[Method]]:
 
 
 def settings() -> Mapping[str, Setting]:
-    """Flat name -> setting, for all built-in methods. A setting that several methods share (`algorithm.clip`) appears once.
-
-    Errors: TypeError if two methods have different settings with one flat name.
-    """
-    by_name: dict[str, Setting] = {}
-    for method in methods():
-        for setting in method.settings():
-            if by_name.setdefault(setting.flat, setting) != setting:
-                raise TypeError(
-                    f"{method.__name__}.{setting.name}: another setting is named {setting.flat}; choose another name"
-                )
-    return by_name
+    """Flat name -> setting, for all built-in methods. A setting that several methods share (`algorithm.clip`) appears once."""
+    return {setting.flat: setting for method in methods() for setting in method.settings()}
 
 
 def readers() -> Mapping[str, tuple[str, ...]]:

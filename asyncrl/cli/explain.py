@@ -125,7 +125,7 @@ def _modes(name: str) -> Iterator[str]:
         what = f"ratio per {mode.level}, ratios outside the bounds: {mode.action}{raw}"
         yield f"importance mode {name}  (algorithm.importance.mode={name}): {what}\n{_doc(importance)}"
     if name in kl.KL_ESTIMATORS:
-        yield f"KL estimator {name}  (algorithm.kl.estimator={name})\n{_doc(kl.KL_ESTIMATORS[name])}\n\n{_doc(kl)}"
+        yield f"KL estimator {name}  (algorithm.kl.estimator={name})\n{_doc(kl)}"
 
 
 def _settings(name: str) -> Iterator[str]:

@@ -12,7 +12,15 @@ from algorithms_batches import random_batch, value_and_grad, value_and_grads
 
 from asyncrl.algorithms import kl
 from asyncrl.algorithms.base import LossInputs, token_ratio
-from asyncrl.algorithms.registry import LOSSES, build_loss, build_reward_penalty, make_loss, make_terms
+from asyncrl.algorithms.registry import (
+    LOSSES,
+    build_loss,
+    build_reward_penalty,
+    make_loss,
+    make_terms,
+    methods,
+    settings,
+)
 from asyncrl.algorithms.terms import entropy_threshold, without_overlong
 from asyncrl.config.methods import flat_values
 from asyncrl.config.schema import AlgorithmConfig
@@ -40,6 +48,11 @@ def test_the_one_sided_clip_of_torchtitan_is_the_clip() -> None:
         bounded_S = ratio_S.clamp(max=1.3).where(advantage_S > 0, ratio_S.clamp(min=0.8))
         torch.testing.assert_close(value, -(bounded_S * advantage_S).mean(), rtol=1e-13, atol=0)
         assert metrics["clip_ratio/low_mean"] > 0
+
+
+def test_a_flat_name_stands_for_one_setting() -> None:
+    by_name = settings()
+    assert all(by_name[each.flat] == each for method in methods() for each in method.settings())
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
