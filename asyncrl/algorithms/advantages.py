@@ -80,11 +80,8 @@ class Estimator:
         return self.group is None
 
     def __call__(self, rewards_G: Rewards) -> Float64Array:
-        """Rewards of one group [G] -> advantages [G]. Errors: TypeError if the estimator needs the whole step."""
-        if self.group is None:
-            raise TypeError(
-                f"advantage {self.name!r} needs the rewards of the whole step; call its method `of_step` with all groups"
-            )
+        """Rewards of one group [G] -> advantages [G]. Only for an estimator of one group."""
+        assert self.group is not None, f"{self.name} needs all groups of the step: call `of_step`"
         return self.group(rewards_G)
 
     def of_step(self, groups: Sequence[GroupRewards]) -> list[Float64Array]:

@@ -51,11 +51,7 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def estimate(
-    name: str,
-    logp_S: Tensor,
-    reference_logp_S: Tensor,
-    clamp: float | None = None,
-    weight_S: Tensor | None = None,
+    name: str, logp_S: Tensor, reference_logp_S: Tensor, clamp: float | None = None, weight_S: Tensor | None = None
 ) -> Tensor:
     """The estimate [S] times `weight_S` (None: 1), differentiable. With `clamp`, log-ratios are clamped to +-20 nats, and the
     product to +-clamp, so that a single token cannot outweigh a batch (NeMo and verl: clamp 10). The gradient of a clamped value

@@ -54,7 +54,7 @@ class LossMethod(Method):
 
     name: ClassVar[str] = ""
     normaliser: ClassVar[Normaliser]
-    # Name of the loss with the same gradient where the ratio is always 1, so that settings of this class have no effect. Or empty.
+    # The loss with the same gradient at a ratio of 1, where the bounds of this class do nothing. Empty: none.
     on_policy_is: ClassVar[str] = ""
     # Whether the loss reads `old_logp_S`: the trainer's log-probs from before the first of several updates.
     needs_old: ClassVar[bool] = True
@@ -110,15 +110,12 @@ class Clipped(LossMethod):
     )
     delta: float | None = setting(
         None,
-        "Two-sided clip: largest ratio of a token with negative advantage; above 1 + epsilon_high.",
+        "Two-sided clip: largest ratio where the advantage is negative; above 1 + epsilon_high.",
         flat="delta",
         gt=1,
     )
     dual_clip: float | None = setting(
-        None,
-        "Dual clip c of PPO: the loss of a token with negative advantage is at most c |A|.",
-        flat="dual_clip",
-        gt=1,
+        None, "Dual clip c of PPO: the loss is at most c |A| where the advantage is negative.", flat="dual_clip", gt=1
     )
 
     @property

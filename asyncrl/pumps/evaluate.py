@@ -135,10 +135,7 @@ class EvaluatePump:
         return scored
 
     async def _evaluate_row(
-        self,
-        row: int,
-        play: Callable[[Prompt, int], Awaitable[Trajectory]],
-        scored: list[Sample],
+        self, row: int, play: Callable[[Prompt, int], Awaitable[Trajectory]], scored: list[Sample]
     ) -> None:
         """Play and score the completions of one prompt. Failed completions get no entry in `scored`."""
         ports, samples, prompt = self._ports, self._settings.samples, self._prompts[row]

@@ -113,16 +113,12 @@ class Hooks:
         except BaseException as error:
             if is_interrupt(error):
                 raise
-            raise _failed(name, hook, error) from error
+            raise HookError(f"hook {name} ({_title(hook)}) failed: {raised(error)}") from error
 
     def _wrong_answer(self, name: str, answer: Any, wanted: str) -> HookError:
         return HookError(
             f"hook {name} ({_title(getattr(self, name))}) returned {repr(answer)[:200]}; expected {wanted}"
         )
-
-
-def _failed(name: str, hook: Any, error: BaseException) -> HookError:
-    return HookError(f"hook {name} ({_title(hook)}) failed: {raised(error)}")
 
 
 def _title(hook: Any) -> str:

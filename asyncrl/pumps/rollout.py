@@ -126,9 +126,8 @@ class RolloutPump:
     async def _admit(self) -> tuple[Ticket, Prompt] | None:
         """Wait for a slot for the next group. None: no more groups are needed, or there are no more prompts.
 
-        The caller must play the group at once, because the open step may wait for this group. Only the groups of `Ledger.due` may
-        be collected first, because they get their slots without waiting. If the slots of a whole step are released together, the
-        admissions after the first do not yield to other tasks, so the groups of that step still start together.
+        The open step may wait for the group, so the caller must play it at once. The caller may first admit the groups of
+        `Ledger.due`: their slots are free, so their admission does not yield to other tasks.
         """
         with self._ports.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
             await self._pace.begin()

@@ -1,10 +1,9 @@
 """Length shaping, filters of scored groups, and re-roll of prompts whose completions all failed.
 
 Length shaping comes first. Then the filters drop groups. A dropped group gives its slot back at once, so the next prompt is
-admitted for the same step (DAPO's dynamic sampling). The new group is reserved like any fresh group. The new group's deadline,
-the last step that may train the group, is the open step or a later step. A step drops at most `rollout.filter.max_refills x
-rollout.groups_per_step` groups on each rank and keeps all later groups, so that the steps of a solved or hopeless task still end.
-(verl's `max_num_gen_batches` ends the run in this case.)
+admitted for the same step (DAPO's dynamic sampling). The new group is reserved like any fresh group. A step drops at most
+`rollout.filter.max_refills x rollout.groups_per_step` groups on each rank and keeps all later groups, so that the steps of a
+solved or hopeless task still end. (verl's `max_num_gen_batches` ends the run in this case.)
 
 From the fraction `reroll.start_fraction` of the run on, re-roll plays prompts again whose completions all failed:
 
@@ -137,20 +136,15 @@ class Reroll:
         rewards = [t.reward for t in played.trajectories if t.reward is not None]
         failed = bool(rewards) and max(rewards) <= self._config.reward_at_most
         full = self._prompts.failed_count == MAX_FAILED
-        if failed and self._prompts.add_failed(group.group_id, self._config.attempts):
-            self._count("reroll/failed", 1)
-            self._count("reroll/evicted", int(full))
+        if failed and self._prompts.add_failed(group.group_id, self._config.attempts) and full:
+            self._ports.recorder.count("reroll/evicted")
 
     def on_step_commit(self, groups: Iterable[Group]) -> None:
         """A step of these groups was committed: some failed prompts that wait become the next prompts. Never waits."""
         for group in groups:
             self.on_group_end(group)
         if self._prompts is not None and self._ports.ledger.turn >= self._start:
-            self._count("reroll/admitted", len(self._prompts.reroll(self._config.groups_per_step)))
-
-    def _count(self, name: str, number: int) -> None:
-        if number:
-            self._ports.recorder.count(name, number)
+            self._prompts.reroll(self._config.groups_per_step)
 
     def sums(self, groups: Iterable[Group]) -> dict[str, float]:
         """`reroll/groups`: groups of the step whose prompt was played before; `reroll/waiting`: failed prompts that wait to

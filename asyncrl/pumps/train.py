@@ -289,7 +289,8 @@ class TrainPump:
         return replace(merge_results(done), version=version)
 
     def _part(self, step: Step, groups: tuple[Group, ...]) -> StepPart:
-        """This rank's part of the metrics. Counts are since the last step; those of late or evicted groups since the start."""
+        """This rank's part of the metrics. Counts are since the last step. `staleness/dropped` and `replay/evicted` count from the
+        start of the run."""
         ports = self._ports
         sums = ports.recorder.take_counts(COUNTED) | self._reroll.sums(groups)
         self._too_old += sums.get("staleness/dropped", 0.0)

@@ -66,7 +66,7 @@ class Axis(IntEnum):
 
 class Section(IntEnum):
     """The section ids of version 1; `SPECS` has their contents. 0 is never used. 23 to 16,383 are for later versions of the
-    schema, 16,384 to 32,767 for experiments, and 32,768 to 65,535 for the user's own byte strings."""
+    schema, 16,384 to 32,767 for experiments, and 32,768 to 65,535 for users. Runs skip the sections of users."""
 
     LENGTHS = 1
     MEMBERS = 2
@@ -91,8 +91,6 @@ class Section(IntEnum):
     TURNS = 21
     TURN_REWARDS = 22
 
-
-USER_SECTIONS = range(0x8000, 0x10000)
 
 DTYPES: MappingProxyType[int, np.dtype[Any]] = MappingProxyType(
     {

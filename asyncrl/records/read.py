@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import RecordError
-from .layout import CRC_OFFSET, DTYPES, ENTRY, HEADER, MAGIC, NEEDED, SPECS, USER_SECTIONS, VERSION, Axis, Section
+from .layout import CRC_OFFSET, DTYPES, ENTRY, HEADER, MAGIC, NEEDED, SPECS, VERSION, Axis, Section
 
 _NO_CRC = bytes(4)
 
@@ -112,9 +112,7 @@ def _sections(
             raise RecordError(f"section {section} ends at {offset + nbytes}, behind the record's end at {end}")
         spec, dtype = SPECS.get(section), DTYPES.get(code)
         if spec is None:
-            if section in USER_SECTIONS and axis == Axis.BYTES:
-                strings[section] = view[offset : offset + nbytes]
-            elif flags & NEEDED:
+            if flags & NEEDED:
                 raise RecordError(f"section {section} is of a newer schema and must be understood; update this reader")
             continue
         inner = spec.inner

@@ -23,7 +23,6 @@ from .layout import (
     MAGIC,
     NEEDED,
     SPECS,
-    USER_SECTIONS,
     VERSION,
     Axis,
     Section,
@@ -31,7 +30,6 @@ from .layout import (
     aligned,
 )
 
-_USER_BYTES = Spec(Axis.BYTES, (np.dtype("<u1"),))  # for a user's own section
 _NO_INNER = (1, 1)  # no inner dimensions
 
 
@@ -40,8 +38,7 @@ class Draft:
     """The contents of a record: n members, with L_i tokens of member i. Do not change a draft after `plan`.
 
     `sections` by id. A value depends on the axis in `layout.SPECS`: n arrays [L_i, ...] for TOKENS, an array [n, ...] for ROWS,
-    n byte strings for ROW_BYTES, a byte string for BYTES. Ids of `USER_SECTIONS` have a byte string. `plan` adds LENGTHS and
-    MEMBERS.
+    n byte strings for ROW_BYTES, a byte string for BYTES. `plan` adds LENGTHS and MEMBERS.
     Not frozen: the slower constructor of a frozen dataclass would add half of the time of `plan`.
     """
 
@@ -73,13 +70,7 @@ class Plan:
         self.write(memoryview(record))
         return record
 
-    def write(
-        self,
-        buffer: memoryview,
-        *,
-        sequence: int = 0,
-        fault: Callable[[str], None] | None = None,
-    ) -> None:
+    def write(self, buffer: memoryview, *, sequence: int = 0, fault: Callable[[str], None] | None = None) -> None:
         """Fill `buffer` (writable, at least `size` bytes, aligned to 64 bytes). The header is written last.
 
         `fault(name)` is called after each part, so that tests can crash there.
@@ -131,14 +122,11 @@ def plan(draft: Draft) -> Plan:
     counts = ((Section.LENGTHS, lengths), (Section.MEMBERS, members))
     parts = [_rows(section, SPECS[section], numbers, n) for section, numbers in counts]
     for section, data in sections.items():
-        spec = SPECS.get(section)
-        if spec is None:
-            if section not in USER_SECTIONS:
-                raise RecordError(f"section {section} is reserved; use ids from {USER_SECTIONS.start} on")
-            spec = _USER_BYTES
-        elif section in (Section.LENGTHS, Section.MEMBERS):
+        if section not in SPECS:
+            raise RecordError(f"section {section} is not in the schema; see asyncrl.records.layout.Section")
+        if section in (Section.LENGTHS, Section.MEMBERS):
             raise RecordError(f"section {Section(section).name} is made from the members; do not give it")
-        axis = spec.axis
+        spec, axis = SPECS[section], SPECS[section].axis
         if axis is Axis.TOKENS:
             parts.append(_jagged(section, spec, data, lengths, total))
         elif axis is Axis.ROWS:
@@ -165,15 +153,11 @@ def _check_members(draft: Draft, members: list[int]) -> None:
         raise RecordError(f"the producer's identity must have 16 bytes, found {len(draft.producer)}")
 
 
-def _name(section: int) -> str:
-    return Section(section).name if section in SPECS else str(section)
-
-
 def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], total: int) -> _Part:
     dtype = spec.dtypes[0]
     if [len(a) for a in data] != lengths:
         raise RecordError(
-            f"section {_name(section)}: one array a member with the lengths of TOKENS {lengths} expected, "
+            f"section {Section(section).name}: one array a member with the lengths of TOKENS {lengths} expected, "
             f"found {[len(a) for a in data]}"
         )
     dtypes = {getattr(array, "dtype", None) for array in data} if spec.inner else set()
@@ -188,14 +172,16 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
 def _rows(section: int, spec: Spec, data: Any, n: int) -> _Part:
     array = conform(data, spec.dtypes[0], section)
     if array.ndim != 1 + spec.inner or array.shape[0] != n:
-        raise RecordError(f"section {_name(section)}: shape [{n}{', m' * spec.inner}] expected, found {array.shape}")
+        raise RecordError(
+            f"section {Section(section).name}: shape [{n}{', m' * spec.inner}] expected, found {array.shape}"
+        )
     inner = _inner(section, spec, [array])
     return section, spec, array.dtype, [array], inner, array.nbytes
 
 
 def _row_bytes(section: int, spec: Spec, data: Sequence[bytes], n: int) -> _Part:
     if len(data) != n:
-        raise RecordError(f"section {_name(section)}: {n} byte strings expected, found {len(data)}")
+        raise RecordError(f"section {Section(section).name}: {n} byte strings expected, found {len(data)}")
     ends = np.cumsum([len(b) for b in data], dtype="<i8")
     encoded = ends.tobytes() + b"".join(data)
     return section, spec, spec.dtypes[0], encoded, _NO_INNER, len(encoded)
@@ -206,7 +192,7 @@ def _inner(section: int, spec: Spec, arrays: list[Any]) -> tuple[int, int]:
     if len(shape) != spec.inner or (len(arrays) > 1 and any(a.shape[1:] != shape for a in arrays)):
         shapes = sorted({a.shape[1:] for a in arrays})
         raise RecordError(
-            f"section {_name(section)}: {spec.inner} dimensions behind the first expected, equal for all members; found {shapes}"
+            f"section {Section(section).name}: {spec.inner} inner dimensions expected, equal for all members; found {shapes}"
         )
     padded = (*shape, 1, 1)
     return padded[0], padded[1]
@@ -220,12 +206,12 @@ def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, An
     if array.dtype == np.bool_ and dtype == np.uint8:
         return array.view(np.uint8)
     if array.dtype.kind not in "biuf" or (dtype.kind in "iub" and array.dtype.kind == "f" and array.size):
-        raise RecordError(f"section {_name(section)}: {dtype} expected, found {array.dtype}")
+        raise RecordError(f"section {Section(section).name}: {dtype} expected, found {array.dtype}")
     if dtype.kind in "iub" and array.size and array.dtype.kind != "b":
         lowest, highest = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         low, high = int(array.min()), int(array.max())
         if low < lowest or high > highest:
-            raise RecordError(f"section {_name(section)}: values {low}..{high} do not fit into {dtype}")
+            raise RecordError(f"section {Section(section).name}: values {low}..{high} do not fit into {dtype}")
     return array.astype(dtype)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.records.layout import CRC_OFFSET, ENTRY, HEADER, Section
+from asyncrl.records.layout import CRC_OFFSET, ENTRY, HEADER
 from asyncrl.types import FinishReason, Trajectory
 
 
@@ -51,13 +51,3 @@ def resealed(raw: bytearray) -> bytearray:
     raw[CRC_OFFSET : CRC_OFFSET + 4] = bytes(4)
     raw[CRC_OFFSET : CRC_OFFSET + 4] = zlib.crc32(raw[:end]).to_bytes(4, "little")
     return raw
-
-
-def usual(members: int = 3, length: int = 50) -> dict[int, Any]:
-    """Sections of the form that nearly all records have."""
-    return {
-        Section.TOKENS: [np.arange(length, dtype=np.int32) + i for i in range(members)],
-        Section.MASK: [np.ones(length, bool) for _ in range(members)],
-        Section.LOGPROBS: [np.full(length, -0.5, np.float32) for _ in range(members)],
-        0x8000: b"mine",
-    }
