@@ -64,7 +64,6 @@ class CheckContext:
     at: Callable[[str], Any]  # dotted name of a setting -> its value
     # Whether groups are trained before the number of tokens and sequences of the step is known.
     streaming: bool
-    by_tokens: tuple[str, ...] = ()  # names of the losses with `Normaliser.TOKENS`
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class Entropy(Method):
             yield (
                 f"algorithm.entropy.{value} with loss {context.loss.name} but steps are streamed: the bonus is divided by "
                 f"tokens, the loss by {context.loss.normaliser.value}, and neither number is known while gradients add up; use "
-                f"rollout.streaming=false, or a loss that is divided by tokens ({', '.join(context.by_tokens)})"
+                "rollout.streaming=false, or a loss that is divided by tokens, such as dapo"
             )
 
 

@@ -12,7 +12,6 @@ from asyncrl.algorithms import registry
 from asyncrl.algorithms.losses import LossMethod
 from asyncrl.algorithms.method import CheckContext, Conflict
 from asyncrl.algorithms.terms import Terms
-from asyncrl.types import Normaliser
 
 from .fields import get
 from .methods import flat_values
@@ -66,13 +65,11 @@ def warn_algorithm(config: Config, staleness_bound: int) -> list[str]:
 
 
 def _check_context(config: Config, streaming: bool) -> CheckContext:
-    by_tokens = (name for name, loss in registry.LOSSES.items() if loss.normaliser is Normaliser.TOKENS)
     return CheckContext(
         loss=chosen_loss(config.algorithm),
         advantage=registry.advantage_named(config.algorithm.advantage),
         at=lambda name: get(config, name),
         streaming=streaming,
-        by_tokens=tuple(by_tokens),
     )
 
 

@@ -76,9 +76,9 @@ class Claims:
     async def wait(self, changed: anyio.Event) -> None:
         """Wait for `changed`, a value of `Claims.changed` that was read before the last call of `claim_ready`."""
         recorder = self._ports.recorder
-        with recorder.timed("time/wait_for_group"):
-            with recorder.wait("train pump", "a claimable group", on="score pump", cause="group"):
-                await changed.wait()
+        waiting = recorder.wait("train pump", "a claimable group", on="score pump", cause="group")
+        with recorder.timed("time/wait_for_group"), waiting:
+            await changed.wait()
 
 
 async def drop_late(ports: Ports) -> None:

@@ -129,7 +129,9 @@ class Intake:
             self._check_open()
             await self._enter(ports.store.put(Group(ticket, prompt, members), leases), leased=bool(leases))
             self.scored += len(members)
-            self._remember(group_id)
+            self._submitted[group_id] = None
+            if len(self._submitted) > MAX_REMEMBERED_IDS:
+                self._submitted.popitem(last=False)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await ports.book.end(group_id, "dropped", "did not become ready", release=False)
@@ -214,11 +216,6 @@ class Intake:
         if not self._ports.book.training_ended:
             release(self._delayed_leases)
             self._delayed_leases.clear()
-
-    def _remember(self, group_id: int) -> None:
-        self._submitted[group_id] = None
-        if len(self._submitted) > MAX_REMEMBERED_IDS:
-            self._submitted.popitem(last=False)
 
     async def _enter(self, group: Group, *, leased: bool = False) -> Group:
         """Score and filter a group in the store. `leased`: its arrays are memory of a producer. Returns the group with rewards."""

@@ -10,9 +10,9 @@ Evaluation and checkpoint see exactly this version, because the train pump does 
 evaluation on a worker that is pinned to the version (evaluate.py) does not hold the train pump up.
 
 With `rollout.weight_sync_interval: k` the sinks get a version k steps after their last version, and sooner if an evaluation needs
-the newest weights, in the first `sync_warmup_steps`, and after the last step. The slots of a step whose version
-the sinks do not have are not released, so the ledger counts the age of the engines' weights. The ledger has slots for k - 1 more
-steps (`config.resolve.turns_bound`), so no group waits for these slots.
+the newest weights, in the first `sync_warmup_steps`, and after the last step. The slots of a step are released only when the sinks
+have its version, so the ledger counts the age of the engines' weights. The ledger has slots for k - 1 more steps
+(`config.resolve.turns_bound`), so no group waits for these slots.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class PublishPump:
     async def _publish(self, publication: Publication) -> None:
         ports = self._ports
         self._unsynced = publication
-        if self._sync_is_due(publication.turn):
+        rollout, unsynced_turns = ports.config.rollout, publication.turn + 1 - self._synced_turn
+        if publication.turn < rollout.sync_warmup_steps or unsynced_turns >= rollout.weight_sync_interval:
             await self.sync()
         await self._at_version(publication.version)
         if self._unsynced is None:
@@ -81,10 +82,6 @@ class PublishPump:
         self._done_turn = turn
         self._advanced.set()
         self._advanced = anyio.Event()
-
-    def _sync_is_due(self, turn: int) -> bool:
-        rollout = self._ports.config.rollout
-        return turn < rollout.sync_warmup_steps or turn + 1 - self._synced_turn >= rollout.weight_sync_interval
 
     async def sync(self) -> None:
         """Give the newest published version to every engine, unless the engines have it."""

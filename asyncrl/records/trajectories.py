@@ -71,7 +71,9 @@ def trajectories_of(record: Record, *, group: int | None = None) -> list[Traject
         if Section.FINISH_REASONS in arrays
         else [FinishReason.STOP] * n,
         "completion": _texts(record, Section.MESSAGES, str, list) if Section.MESSAGES in strings else [""] * n,
-        "reward": _rewards(arrays[Section.REWARDS]) if Section.REWARDS in arrays else [None] * n,
+        "reward": [None if math.isnan(reward) else reward for reward in arrays[Section.REWARDS].tolist()]
+        if Section.REWARDS in arrays
+        else [None] * n,
         "components": _components(record) if Section.COMPONENTS in arrays else [{} for _ in range(n)],
         "metadata": _texts(record, Section.METADATA, dict) if Section.METADATA in strings else [{} for _ in range(n)],
         "routed_experts": _routes(record) if Section.ROUTED_EXPERTS in arrays else [None] * n,
@@ -181,10 +183,6 @@ def own_length_sections(members: Sequence[Any]) -> dict[int, Any]:
                 raise RecordError(f"{name} must have the shape {['n', *inner]} in all trajectories; found {shapes}")
             sections[section] = [array.tobytes() for array in arrays]
     return sections
-
-
-def _rewards(array: Any) -> list[float | None]:
-    return [None if math.isnan(reward) else reward for reward in array.tolist()]
 
 
 def _reasons(array: Any) -> list[FinishReason]:

@@ -203,8 +203,6 @@ def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, An
     array = np.asarray(data)
     if array.dtype == dtype:
         return array
-    if array.dtype == np.bool_ and dtype == np.uint8:
-        return array.view(np.uint8)
     if array.dtype.kind not in "biuf" or (dtype.kind in "iub" and array.dtype.kind == "f" and array.size):
         raise RecordError(f"section {Section(section).name}: {dtype} expected, found {array.dtype}")
     if dtype.kind in "iub" and array.size and array.dtype.kind != "b":

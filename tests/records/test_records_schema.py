@@ -113,7 +113,7 @@ def test_a_bare_record_of_a_foreign_producer_gets_the_documented_defaults() -> N
         ({"sections": {Section.TOKENS: [[1], [2]], Section.REWARDS: [1.0]}}, "REWARDS: shape"),
         ({"sections": {Section.TOKENS: [[1], [2]], Section.LENGTHS: [1, 1]}}, "do not give it"),
         ({"sections": {Section.TOKENS: [[1], [2]], 99: b""}}, "99 is not in the schema"),
-        ({"sections": {Section.TOKENS: [[1], [2]], Section.ROUTED_EXPERTS: [[1], [2]]}}, "2 dimensions behind"),
+        ({"sections": {Section.TOKENS: [[1], [2]], Section.ROUTED_EXPERTS: [[1], [2]]}}, "2 inner dimensions"),
         ({"sections": {Section.TOKENS: [[1], [2]], Section.MESSAGES: [b""]}}, "2 byte strings"),
         ({"policy_version": 2**31}, "policy version"),
         ({"producer": b"x"}, "16 bytes"),
