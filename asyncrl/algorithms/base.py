@@ -110,14 +110,10 @@ Metrics = dict[str, MetricSum]
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """The result of a loss. `total` is the differentiable sum, which `Loss.normaliser` divides.
-
-    `extra` is a second differentiable sum, which `Loss.extra_normaliser` divides.
-    """
+    """The result of a loss. `total` is the differentiable sum, which `Loss.normaliser` divides."""
 
     total: Tensor
     metrics: Mapping[str, MetricSum] = field(default_factory=dict)
-    extra: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +148,7 @@ LossFn = Callable[[LossInputs], LossSums]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss for the trainer: a function with bound settings, the normalisers of its sums, and the inputs that it needs.
-
-    Before the first backward, a loss with an `extra_normaliser` needs the counts of the whole step (see `with_scaled_extra`), and a
-    loss with `top_entropy_quantile` below 1 needs the entropies of the whole step. A streamed step knows neither in time.
-    """
+    """A loss for the trainer: a function with bound settings, the normaliser of its sum, and the inputs that it needs."""
 
     name: str
     fn: LossFn
@@ -164,37 +156,33 @@ class Loss:
     needs_reference: bool = False
     needs_entropy_grad: bool = False
     needs_old: bool = True  # whether the loss reads the `old` column
-    extra_normaliser: Normaliser | None = None
     top_entropy_quantile: float = 1.0
+    bonus: float = 0.0  # coefficient of the entropy bonus
+    # Whether the bonus and the rest of the loss are divided by different numbers. Then call `with_bonus_scale` first.
+    bonus_apart: bool = False
     # The first state of the controller, if the coefficient of the bonus is controlled.
     control: EntropyControl | None = None
     with_bonus: Callable[[float], LossFn] | None = None  # coefficient of the bonus -> `fn`
 
     def __call__(self, inputs: LossInputs) -> LossSums:
-        """The sums over one microbatch."""
+        """The sum over one microbatch."""
         return self.fn(inputs)
 
     @property
     def needs_whole_step(self) -> bool:
-        """Whether the first backward needs counts or entropies of the whole step."""
-        return self.extra_normaliser is not None or self.top_entropy_quantile < 1
+        """Whether the first backward needs counts or entropies of the whole step, which a streamed step does not know in time."""
+        return self.bonus_apart or self.top_entropy_quantile < 1
 
     def with_control(self, control: EntropyControl) -> Loss:
         """This loss for one step, with the coefficient of the controller. Call this only if `self.control` is not None."""
         assert self.with_bonus is not None
-        return replace(self, fn=self.with_bonus(control.next_coefficient), control=None)
+        bonus = control.next_coefficient
+        return replace(self, fn=self.with_bonus(bonus), bonus=bonus, control=None)
 
-    def with_scaled_extra(self, scale: float) -> Loss:
-        """This loss for a step whose counts are known, with one sum: `total + scale x extra`.
-
-        `scale` is the count of `normaliser` divided by the count of `extra_normaliser`, both over all ranks.
-        """
-        if self.extra_normaliser is None:
+    def with_bonus_scale(self, scale: float) -> Loss:
+        """If `bonus_apart`, this loss for a step whose counts are known: `normaliser` divides the bonus, too. `scale`: the count of
+        `normaliser` divided by the number of tokens that have a bonus, both over all ranks."""
+        if not self.bonus_apart:
             return self
-
-        def one_sum(inputs: LossInputs) -> LossSums:
-            sums = self.fn(inputs)
-            assert sums.extra is not None
-            return LossSums(sums.total + scale * sums.extra, sums.metrics)
-
-        return replace(self, fn=one_sum, extra_normaliser=None)
+        assert self.with_bonus is not None
+        return replace(self, fn=self.with_bonus(scale * self.bonus), bonus_apart=False)

@@ -88,12 +88,9 @@ def build_loss(name: str, **values: Any) -> Loss:
     if centre == "sampler":
         terms = replace(terms, importance=Importance(cap=None))
     entropy, quantile = terms.entropy, terms.top_entropy.quantile
-    # Whether the bonus is a second sum, `LossSums.extra`.
-    separate_bonus = entropy.has_other_normaliser(method) or (entropy.on and quantile < 1)
 
     def with_bonus(coefficient: float) -> LossFn:
-        bonus = coefficient if entropy.on else None
-        return partial(_evaluate, method, terms, centre, force_on_policy, bonus, separate_bonus)
+        return partial(_evaluate, method, terms, centre, force_on_policy, coefficient if entropy.on else None)
 
     return Loss(
         name=name,
@@ -102,8 +99,9 @@ def build_loss(name: str, **values: Any) -> Loss:
         needs_reference=terms.kl.in_loss or method.needs_reference,
         needs_entropy_grad=entropy.on or method.needs_entropy,
         needs_old=method.needs_old and centre == "recompute" and not force_on_policy,
-        extra_normaliser=Normaliser.TOKENS if separate_bonus else None,
         top_entropy_quantile=quantile,
+        bonus=entropy.coef,
+        bonus_apart=entropy.has_other_normaliser(method) or (entropy.on and quantile < 1),
         control=entropy.control,
         with_bonus=with_bonus,
     )
@@ -125,8 +123,7 @@ def _evaluate(
     terms: Terms,
     centre: str,
     force_on_policy: bool,
-    bonus_coefficient: float | None,
-    separate_bonus: bool,
+    bonus: float | None,
     inputs: LossInputs,
 ) -> LossSums:
     trainer_logp_S = inputs.logp_S.detach() if centre == "sampler" else old_logp(inputs)
@@ -140,11 +137,8 @@ def _evaluate(
     elif force_on_policy:
         inputs = replace(inputs, old_logp_S=None)  # so every ratio is 1
     sums = loss_sums(method, inputs, terms)
-    sums = replace(sums, metrics={**sums.metrics, **metrics})
-    if bonus_coefficient is None:
-        return sums
-    bonus = entropy_bonus(inputs, bonus_coefficient)
-    return replace(sums, extra=bonus) if separate_bonus else replace(sums, total=sums.total + bonus)
+    total = sums.total if bonus is None else sums.total + entropy_bonus(inputs, bonus)
+    return LossSums(total, {**sums.metrics, **metrics})
 
 
 def _require_known_settings(names: Iterable[str]) -> None:

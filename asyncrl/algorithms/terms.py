@@ -35,7 +35,7 @@ def entropy_bonus(inputs: LossInputs, coefficient: float) -> Tensor:
 
     Mnih et al. (arXiv:1602.01783), section 4. The normaliser is TOKENS for every loss (as in TRL), so that the coefficient has the
     same meaning with every loss. The bonus is the mean over the tokens of the step, or with a top-entropy mask over the kept
-    tokens. (TRL takes the mean over each microbatch.)
+    tokens (`Loss.with_bonus_scale`). (TRL takes the mean over each microbatch.)
     """
     if inputs.entropy_S is None:
         raise ValueError(

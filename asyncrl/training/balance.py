@@ -74,7 +74,7 @@ class Balance:
         else:
             value = balance_B.sum() * (self.max_length if loss.normaliser is Normaliser.SEQUENCES_X_MAX_LENGTH else 1)
         metrics = {**sums.metrics, BALANCE_METRIC: MetricSum(value.detach(), loss.normaliser)}
-        return LossSums(sums.total + self.coefficient * value, metrics, sums.extra)
+        return LossSums(sums.total + self.coefficient * value, metrics)
 
 
 def balance_of(routes: Routes, batch: Microbatch) -> Tensor:

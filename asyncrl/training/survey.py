@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.base import Loss
 from asyncrl.algorithms.terms import entropy_threshold
-from asyncrl.types import Float32Array, Microbatch, Normaliser
+from asyncrl.types import Float32Array, Microbatch
 
 from .accumulators import Counts
 from .reducer import Reducer, sum_over_ranks
@@ -47,7 +47,7 @@ def survey(
             replace(batch, keep=entropy_S.astype(np.float64) >= threshold)
             for batch, entropy_S in zip(batches, entropies, strict=True)
         ]
-    if loss.extra_normaliser is None:
+    if not loss.bonus_apart:
         return loss, selected
     counts = Counts(
         sequences=sum(batch.sequences for batch in selected),
@@ -56,12 +56,7 @@ def survey(
         kept=sum(batch.scored if batch.keep is None else int(batch.keep.sum()) for batch in selected),
     )
     totals = (counts if leads else Counts()).over_ranks(reducer, device)
-    denominators = totals.denominators(max_length)
-    extra_denominator = denominators[loss.extra_normaliser]
-    # With TOKENS the extra term is a mean over the tokens that `keep` selects.
-    if loss.extra_normaliser is Normaliser.TOKENS:
-        extra_denominator = max(totals.kept, 1.0)
-    return loss.with_scaled_extra(denominators[loss.normaliser] / extra_denominator), selected
+    return loss.with_bonus_scale(totals.denominators(max_length)[loss.normaliser] / max(totals.kept, 1.0)), selected
 
 
 def gather_over_ranks(local_N: Tensor, reducer: Reducer, device: torch.device) -> Tensor:

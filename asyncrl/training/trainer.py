@@ -136,14 +136,13 @@ class TorchTrainer:
     # -- the four calls ----------------------------------------------------------------------------------------------
 
     def begin_train_step(self, loss: Loss) -> None:
-        """Opens a step. Errors: TrainStepError if a step is open, or if `loss` has a second normaliser (see `survey`)."""
+        """Opens a step. Errors: TrainStepError if a step is open, or if the loss must be surveyed first."""
         if self._step is not None:
             raise TrainStepError(f"a train step is already open ({self._step.state.value}); finish or abort it first")
         loss = self._with_entropy_control(loss)
-        if loss.extra_normaliser is not None:
+        if loss.bonus_apart:
             raise TrainStepError(
-                f"the terms of loss {loss.name} are divided by {loss.normaliser.value} and by {loss.extra_normaliser.value}: "
-                "survey the whole step first"
+                f"the terms of loss {loss.name} are divided by {loss.normaliser.value} and by tokens: survey the whole step first"
             )
         if self._normalisers is None or self._normalisers[0] is not loss:
             normalisers = empty_metrics(loss, self.parameters.master_dtype, self.policy.device)

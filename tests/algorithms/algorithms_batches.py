@@ -142,7 +142,9 @@ def value_and_grad(
 def value_and_grads(
     batch: PaddedBatch, loss: Loss, parts: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
-    """`(value, grad_BT, gradient of the entropies [B, T], metrics)`; a term with its own normaliser is divided by it."""
+    """`(value, grad_BT, gradient of the entropies [B, T], metrics)`; the entropy bonus is divided by tokens."""
+    count = batch.count(loss.normaliser, len(parts))
+    loss = loss.with_bonus_scale(count / batch.count(Normaliser.TOKENS, len(parts)))
     leaves = [column.clone().requires_grad_() for column in (batch.logp_BT, batch.entropy_BT)]
     grads = [torch.zeros_like(leaf) for leaf in leaves]
     value = torch.zeros((), dtype=batch.logp_BT.dtype)
@@ -150,14 +152,9 @@ def value_and_grads(
     for rows in parts:
         sums = loss(batch.pack(rows, *leaves))
         results.append(sums)
-        for term, normaliser in ((sums.total, loss.normaliser), (sums.extra, loss.extra_normaliser)):
-            if term is None or normaliser is None:
-                assert term is None and normaliser is None
-                continue
-            scale = 1.0 / batch.count(normaliser, len(parts))
-            value = value + term.detach() * scale
-            found = torch.autograd.grad(term, leaves, allow_unused=True, retain_graph=True)
-            for grad, new in zip(grads, found, strict=True):
-                if new is not None:
-                    grad += new * scale
+        value = value + sums.total.detach() / count
+        found = torch.autograd.grad(sums.total, leaves, allow_unused=True)
+        for grad, new in zip(grads, found, strict=True):
+            if new is not None:
+                grad += new / count
     return value, grads[0], grads[1], batch.finish([sums.metrics for sums in results])

@@ -84,7 +84,7 @@ def test_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss(name: str) -> Non
     loss = build_loss(name, entropy_coef=0.03)
     by_tokens = LOSSES[name].normaliser is Normaliser.TOKENS
     assert loss.needs_entropy_grad and loss.needs_whole_step is not by_tokens
-    assert loss.extra_normaliser is (None if by_tokens else Normaliser.TOKENS)
+    assert loss.bonus_apart is not by_tokens
     value, grad_BT, entropy_grad_BT, _ = value_and_grads(batch, loss, ROWS)
     plain, plain_grad_BT, _, _ = value_and_grads(batch, build_loss(name), ROWS)
     tokens = float(batch.mask_BT.sum())
@@ -92,7 +92,7 @@ def test_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss(name: str) -> Non
     assert float(value - plain) == pytest.approx(bonus, rel=1e-10)
     torch.testing.assert_close(grad_BT, plain_grad_BT, rtol=0, atol=0)
     torch.testing.assert_close(entropy_grad_BT, -0.03 / tokens * batch.mask_BT.double(), rtol=1e-13, atol=0)
-    known = loss.with_scaled_extra(batch.count(loss.normaliser) / tokens)
+    known = loss.with_bonus_scale(batch.count(loss.normaliser) / tokens)
     torch.testing.assert_close(value_and_grads(batch, known, ROWS)[2], entropy_grad_BT, rtol=1e-13, atol=0)
     assert not known.needs_whole_step
 

@@ -62,9 +62,9 @@ def value_and_grads_kept(
     batch: PaddedBatch, loss: Any, parts: list[range]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
     """As the trainer does after a survey: the bonus is a mean over the tokens that the top-entropy mask keeps."""
-    if batch.keep_BT is not None and loss.extra_normaliser is not None:
+    if batch.keep_BT is not None:
         kept = float((batch.keep_BT & batch.mask_BT).sum())
-        loss = loss.with_scaled_extra(batch.count(loss.normaliser, len(parts)) / kept)
+        loss = loss.with_bonus_scale(batch.count(loss.normaliser, len(parts)) / kept)
     return value_and_grads(batch, loss, parts)
 
 

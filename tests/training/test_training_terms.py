@@ -138,7 +138,7 @@ def test_a_wrong_denominator_of_the_bonus_changes_loss_and_gradient() -> None:
     groups, loss = batch(2), everything("grpo")
     pieces = cut(groups, 30, 0)
     surveyed, gradients = run(pieces, loss)
-    wrong, spoilt = run(pieces, loss.with_scaled_extra(1.0))
+    wrong, spoilt = run(pieces, loss.with_bonus_scale(1.0))
     assert abs(wrong.loss - surveyed.loss) > 1e-2
     assert any((spoilt[name] - gradient).abs().max() > 1e-3 for name, gradient in gradients.items())
 

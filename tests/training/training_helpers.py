@@ -255,16 +255,14 @@ def oracle_gradient(
         entropy_S = joined["entropy"].detach()
         extra["keep_S"] = entropy_S >= entropy_S.quantile(1 - top)
         kept = int(extra["keep_S"].sum())
-    sums = loss(
-        LossInputs(
-            logp_S=joined["logp"],
-            entropy_S=joined["entropy"],
-            sampler_logp_S=joined["sampler"].double(),
-            advantage_S=joined["advantage"],
-            sequence_S=joined["sequence"],
-            sequences=len(trajectories),
-            **extra,
-        )
+    inputs = LossInputs(
+        logp_S=joined["logp"],
+        entropy_S=joined["entropy"],
+        sampler_logp_S=joined["sampler"].double(),
+        advantage_S=joined["advantage"],
+        sequence_S=joined["sequence"],
+        sequences=len(trajectories),
+        **extra,
     )
     count = {
         Normaliser.TOKENS: float(joined["logp"].numel()),
@@ -273,9 +271,8 @@ def oracle_gradient(
         Normaliser.MICROBATCHES: 1.0,
         Normaliser.NONE: 1.0,
     }
-    value = sums.total / count[loss.normaliser]
-    if sums.extra is not None:  # the entropy bonus: a mean over the tokens it acts on
-        value = value + sums.extra / kept
+    # The entropy bonus is a mean over the tokens that it acts on.
+    value = loss.with_bonus_scale(count[loss.normaliser] / kept)(inputs).total / count[loss.normaliser]
     module.zero_grad()
     value.backward()
     return float(value.detach()), {n: p.grad.clone() for n, p in module.named_parameters() if p.requires_grad}

@@ -71,8 +71,7 @@ class Heads:
                 sequences=self.sequences,
             )
         )
-        total = sums.total if sums.extra is None else sums.total + sums.extra
-        total.backward()
+        sums.total.backward()
 
 
 def run_head(job: HeadJob) -> dict[str, Any]:
