@@ -54,6 +54,7 @@ class Pace:
         """Wait until this rank may play one more group."""
         while self._playing + 1 > max(1.0, min(self.limit, self._max_playing)):
             await self._ended.wait()
+        # If no group was admitted between two looks, the other ranks may wait for this one: the pause ends.
         seen = -1
         while (pause_s := self._resumes_at - anyio.current_time()) > 0 and self._admitted() != seen:
             seen = self._admitted()

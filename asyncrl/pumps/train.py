@@ -19,10 +19,9 @@ their rows are still in the store, except for groups that made the step fail (st
 batch) was applied, the groups count as trained, whatever fails or is cancelled afterwards: no group is ever trained in two steps.
 
 Rounds. Under `distributed.sharding: fsdp` a microbatch may be a collective (if memory is short). Then all ranks must train a
-microbatch at the same time.
-Round k of a step is due when `k x places_per_round` places of the step are claimed, over all ranks. The ranks' shared ledger has
-this number, which only grows within a step. So every rank joins every due round, in order, with the groups that it has claimed so
-far. A rank without such groups runs a microbatch of weight 0.
+microbatch at the same time, in a round. Round k of a step is due when `k x places_per_round` places of the step are claimed, over
+all ranks. The shared ledger has this number, which only grows within a step. So every rank joins every due round, in order, with
+the groups that it has claimed so far. A rank without such groups runs a microbatch of weight 0.
 
     claimed   0  1  2  3  4  5  6  7  8 = full
     round           1     2     3     4, then further rounds until every rank is finishing its step
