@@ -126,7 +126,7 @@ def test_of_a_step_does_depend_on_the_neighbours_and_says_so(name: str) -> None:
     first = GroupRewards([0.0, 1.0], {"a": [0.0, 1.0]}, lengths=[1, 4])
     second = GroupRewards([5.0, 9.0], {"a": [5.0, 9.3], "b": [1.0, 0.5]}, lengths=[2, 2])
     assert of_step(name, first, second)[0] != of_step(name, first)[0]
-    with pytest.raises(TypeError, match="whole step"):
+    with pytest.raises(AssertionError, match="all groups of the step"):
         build_advantage(name)([0.0, 1.0])
     assert of_step(name) == []
 
