@@ -61,7 +61,7 @@ class Counts:
     tokens: float = 0.0
     microbatches: float = 0.0
     loss: float = 0.0
-    kept: float = 0.0  # only in survey.py: the tokens that `Microbatch.keep` selects
+    kept: float = 0.0  # in survey.py: tokens of `Microbatch.keep`
     # The part of `sequences` and `tokens` that is not run, since no gradient would come from it.
     skipped_sequences: float = 0.0
     skipped_tokens: float = 0.0
