@@ -21,8 +21,8 @@ Guarantees
 
 Differences from Atropos' own server: every `ScoredData` is one group whatever its size, so no group waits for more parts. The
 requests of a trainer (`/register`, `/batch`, `/reset_data`) are refused: the run itself is the trainer. `min_batch_allocation`
-reserves nothing (and `/status-env` says so). `queue_size` counts groups that were accepted and are not trained yet, so Atropos'
-`max_batches_offpolicy` bounds their number. Shared memory (`asyncrl.client`) is the fast path into the same ring.
+reserves nothing. `queue_size` counts groups that were accepted and are not trained yet, so Atropos' `max_batches_offpolicy` bounds
+their number. There is no `/latest_example`: the run writes its groups into `rollouts/`.
 
 The connection is not encrypted: beyond this machine use networks that you trust, or a tunnel.
 """
@@ -67,18 +67,6 @@ class ServedTerms:
     steps: int | None  # the last policy version; None: no end
     checkpoint_dir: str
 
-    @classmethod
-    def of(cls, runtime: Runtime) -> ServedTerms:
-        """From the configuration of an open run."""
-        config = runtime.config
-        return cls(
-            name=config.run.name,
-            batch_size=config.rollout.groups_per_step * config.rollout.group_size,
-            limits=ring_door.limits_of(runtime),
-            steps=last_version(config, runtime.built.base),
-            checkpoint_dir="" if runtime.directory is None else str(runtime.directory.path.absolute()),
-        )
-
 
 class AtroposDoor:
     """`async with AtroposDoor(RankRings([client]), terms) as door` listens at `door.url`. The caller closes the clients."""
@@ -97,12 +85,10 @@ class AtroposDoor:
             ("POST", "/register-env"): self._register_env,
             ("POST", "/disconnect-env"): self._disconnect_env,
             ("POST", "/register"): _refuse_trainer,
-            ("GET", "/"): self._root,
             ("GET", "/info"): self._info,
             ("GET", "/wandb_info"): self._wandb_info,
             ("GET", "/status"): self._status,
             ("GET", "/status-env"): self._status_env,
-            ("GET", "/latest_example"): self._latest_example,
             ("GET", "/batch"): _refuse_trainer,
             ("GET", "/reset_data"): _refuse_trainer,
         }
@@ -134,8 +120,8 @@ class AtroposDoor:
 
     async def _register_env(self, request: web.BaseRequest) -> web.Response:
         try:
-            number, name = self._environments.register(_fields(await receive(request, MOST_FIELDS_BYTES)))
-        except (TypeError, ValueError) as error:
+            number, name = self._environments.register(orjson.loads(await receive(request, MOST_FIELDS_BYTES)))
+        except (AttributeError, TypeError, ValueError) as error:
             return reply(422, status="refused", message=str(error))
         return reply(
             200,
@@ -149,16 +135,12 @@ class AtroposDoor:
         )
 
     async def _disconnect_env(self, request: web.BaseRequest) -> web.Response:
-        if self._environments.disconnect(_env_id(await receive(request, MOST_FIELDS_BYTES))):
-            return reply(200, status="success")
-        return reply(200, status="failure", error="no such environment")
+        known = self._environments.disconnect(_env_id(await receive(request, MOST_FIELDS_BYTES)))
+        return reply(200, status="success" if known else "failure")
 
     async def _status_env(self, request: web.BaseRequest) -> web.Response:
         number, version = _env_id(await receive(request, MOST_FIELDS_BYTES)), self._rings.policy_version
         return reply(200, **self._environments.status(number, version, self.groups.held()))
-
-    async def _root(self, _: web.BaseRequest) -> web.Response:
-        return reply(200, message=f"asyncrl run {self._terms.name}: Atropos API")
 
     async def _info(self, _: web.BaseRequest) -> web.Response:
         # An environment server drops trajectories of `max_token_len` tokens or more. The longest row of a run has one token less.
@@ -179,29 +161,17 @@ class AtroposDoor:
             last_refusal=counts.last_refusal,
         )
 
-    async def _latest_example(self, _: web.BaseRequest) -> web.Response:
-        empty: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": [], "messages": []}
-        return reply(200, **(empty | self.groups.latest_example))
-
 
 async def _refuse_trainer(_: web.BaseRequest) -> web.Response:
     message = "asyncrl trains these groups itself: it gives no batches to another trainer, and takes no batches back"
     return reply(409, status="error", message=message, batch=None)
 
 
-def _fields(body: bytearray) -> dict[str, Any]:
-    """The fields of a JSON object. Errors: ValueError if the body is not a JSON object."""
-    fields = orjson.loads(body)
-    if not isinstance(fields, dict):
-        raise ValueError(f"expected a JSON object, found a {type(fields).__name__}")
-    return fields
-
-
 def _env_id(body: bytearray) -> Any:
     """The field `env_id` of a body; None if there is none."""
     try:
-        return _fields(body).get("env_id")
-    except ValueError:
+        return orjson.loads(body)["env_id"]
+    except (ValueError, TypeError, KeyError):
         return None
 
 
@@ -223,6 +193,14 @@ async def serve(
     counts = statistics or ring_door.DoorStatistics()
     # The door below labels groups with the published version, perhaps before `ring_door.serve` publishes one.
     ring.publish_version(runtime.version)
+    config = runtime.config
+    terms = ServedTerms(
+        name=config.run.name,
+        batch_size=config.rollout.groups_per_step * config.rollout.group_size,
+        limits=ring_door.limits_of(runtime),
+        steps=last_version(config, runtime.built.base),
+        checkpoint_dir="" if runtime.directory is None else str(runtime.directory.path.absolute()),
+    )
     async with plain_task_group() as tasks:
 
         async def feed() -> None:
@@ -232,7 +210,7 @@ async def serve(
         tasks.start_soon(feed)
         async with AsyncExitStack() as clients:
             rings = [await clients.enter_async_context(await AsyncClient.attach(name)) for name in (ring.name, *others)]
-            async with AtroposDoor(RankRings(rings), ServedTerms.of(runtime), at) as door:
+            async with AtroposDoor(RankRings(rings), terms, at) as door:
                 task_status.started(door)
                 await anyio.sleep_forever()
     return counts

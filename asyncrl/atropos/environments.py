@@ -23,26 +23,24 @@ NO_END = 1 << 31
 # The `queue_size` that ends an environment server.
 OVER = 1 << 52
 LINGER_S = 2.0  # a server asks about ten times a second
-# One more registration removes a disconnected environment, or else the environment that was silent for longest.
+# One more registration removes the environment that was silent for longest.
 MOST_ENVIRONMENTS = 1024
 FORGET_S = 3600.0  # of silence
-_MOST_NAME = 100  # characters
 
 
 @dataclass(slots=True)
 class _Environment:
-    name: str
     weight: float  # the registered weight times the longest context
     seen_at: float  # time of the last request (`awake.now`)
-    connected: bool = True
     asked_status: bool = False
     knows_over: bool = False  # got an answer with `OVER`
 
 
 class Environments:
-    """The registered environments by number, in the order of registration. No number is used twice."""
+    """The registered environments."""
 
     def __init__(self) -> None:
+        # By number. The environment that was silent for longest is first.
         self._all: dict[int, _Environment] = {}
         self._next = 0
         self.over = False
@@ -52,49 +50,39 @@ class Environments:
         return len(self._all)
 
     def register(self, fields: dict[str, Any]) -> tuple[int, str]:
-        """Returns (number, name). Errors: TypeError, ValueError."""
-        name = str(fields.get("desired_name") or "env")
-        if len(name) > _MOST_NAME:
-            raise ValueError(f"desired_name has {len(name):,} characters; at most {_MOST_NAME}")
+        """Returns (number, name). No number is used twice. Errors: TypeError, ValueError."""
         weight = float(1.0 if fields.get("weight") is None else fields["weight"])
         context = float(fields.get("max_token_length") or 1)
         if not math.isfinite(weight * context):
             raise ValueError(f"weight is {weight} and max_token_length {context}; expected finite numbers")
-        self._remove_silent()
-        # Environments of the same name are numbered: env_0, env_1, ...
-        parts = [environment.name.rpartition("_") for environment in self._all.values()]
-        suffix = max((int(digits) + 1 for stem, _, digits in parts if stem == name), default=0)
-        number, self._next = self._next, self._next + 1
-        self._all[number] = _Environment(f"{name}_{suffix}", context * max(weight, 0.0), awake.now())
-        return number, self._all[number].name
-
-    def _remove_silent(self) -> None:
-        """Remove environments that were silent for `FORGET_S`, and make room for one more."""
-        since = awake.now() - FORGET_S
-        self._all = {number: known for number, known in self._all.items() if known.seen_at >= since}
-        while len(self._all) >= MOST_ENVIRONMENTS:
-            del self._all[min(self._all, key=lambda number: (self._all[number].connected, self._all[number].seen_at))]
+        now, number, self._next = awake.now(), self._next, self._next + 1
+        for known in list(self._all):
+            if len(self._all) >= MOST_ENVIRONMENTS or self._all[known].seen_at < now - FORGET_S:
+                del self._all[known]
+        self._all[number] = _Environment(context * max(weight, 0.0), now)
+        return number, f"{fields.get('desired_name') or 'env'}_{number}"
 
     def touch(self, number: Any) -> _Environment | None:
         """Note a request of this environment. Returns the environment; None if no environment has this number."""
-        environment = self._all.get(number) if isinstance(number, int) else None
+        environment = self._all.pop(number, None) if isinstance(number, int) else None
         if environment is not None:
             environment.seen_at = awake.now()
+            self._all[number] = environment
         return environment
 
     def disconnect(self, number: Any) -> bool:
         """Returns False if there is no such environment."""
-        environment = self.touch(number)
-        if environment is not None:
-            environment.connected = False
-        return environment is not None
+        known = self.touch(number) is not None
+        if known:
+            del self._all[number]
+        return known
 
     def status(self, number: Any, version: int, held: deque[tuple[int | None, int]]) -> dict[str, Any]:
         """The answer to `/status-env`. `held`: (environment, sequences) of each accepted group that is not trained yet.
 
         An unknown environment (forgotten, or registered with an earlier run) gets weight 1, like a single environment."""
         environment = self.touch(number)
-        total = sum(known.weight for known in self._all.values() if known.connected)
+        total = sum(known.weight for known in self._all.values())
         weight = 1.0 if environment is None or total <= 0 else environment.weight / total
         own_groups = [] if environment is None else [sequences for owner, sequences in held if owner == number]
         largest = max((sequences for _, sequences in held), default=1)
@@ -121,4 +109,4 @@ class Environments:
                 await self._all_know_over.wait()
 
     def _any_unaware(self) -> bool:
-        return any(known.connected and known.asked_status and not known.knows_over for known in self._all.values())
+        return any(known.asked_status and not known.knows_over for known in self._all.values())

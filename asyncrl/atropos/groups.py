@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,11 @@ MAX_HELD_BYTES = 1 << 31
 MAX_OBJECTS = 1 << 20
 MAX_VALUES = 1 << 24
 MAX_GROUPS = 1024  # of one request
-MAX_MEMBERS = 4096  # of one group
 MAX_INTERRUPTED = 1024  # interrupted requests that are remembered
 MAX_REASON_CHARACTERS = 1000  # because a reason may quote the request
-_EXAMPLE_TOKENS = 1 << 14  # the approximate length of `/latest_example`
-_EXAMPLE_FIELDS = ("tokens", "masks", "scores", "inference_logprobs", "messages")
+_NO_MORE = "the run ends and accepts no more groups"
+# (members, environment) of a group that can be trained; else the reason why it cannot.
+ReceivedGroup = tuple[list[Scored], int | None] | str
 
 
 class RankRings:
@@ -43,8 +43,6 @@ class RankRings:
     pushed into the ring that holds the fewest records; equally full rings take turns."""
 
     def __init__(self, clients: Sequence[AsyncClient]) -> None:
-        if not clients:
-            raise ValueError("an HTTP door needs the client of at least one ring")
         self._clients = list(clients)
 
     @property
@@ -67,16 +65,6 @@ class RankRings:
         await client.push(group, scored, timeout=timeout)
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedGroup:
-    """One group of a request. `members` is None if the group cannot be trained, for the reason `refusal`."""
-
-    members: list[Scored] | None
-    refusal: str
-    environment: int | None
-    example: dict[str, Any]
-
-
 def decompress(body: bytes | bytearray, encoding: str) -> bytes | bytearray:
     """The decoded body. Errors: Refused with status 400 (not gzip), 413 (too many bytes) or 415 (unknown encoding)."""
     if encoding.lower() in ("", "identity"):
@@ -87,10 +75,9 @@ def decompress(body: bytes | bytearray, encoding: str) -> bytes | bytearray:
     try:
         decompressed = decompressor.decompress(body, MAX_BODY_BYTES)
         if not decompressor.eof and decompressor.decompress(decompressor.unconsumed_tail, 1):
-            message = (
-                f"the body has more than {MAX_BODY_BYTES:,} bytes after decompression; send fewer groups per request"
+            raise Refused(
+                413, f"the body has more than {MAX_BODY_BYTES:,} bytes after decompression; send fewer groups"
             )
-            raise Refused(413, message)
     except zlib.error as error:
         raise Refused(400, f"the body is not valid gzip data: {error}") from error
     if not decompressor.eof:
@@ -102,10 +89,8 @@ def read_groups(body: bytes | bytearray, limits: Limits, version: int) -> list[R
     """The groups of a body. `version`: the newest policy version. Errors: Refused with status 400 (not JSON) or 413 (too large)."""
     # Count before any object is built, because 100 KB of gzip may become gigabytes of objects.
     if sum(map(body.count, (b"[", b"{", b'"'))) > MAX_OBJECTS or body.count(b",") > MAX_VALUES:
-        message = (
-            f"the body has more than {MAX_OBJECTS:,} brackets and quotes, or {MAX_VALUES:,} values; send fewer groups"
-        )
-        raise Refused(413, message)
+        most = f"{MAX_OBJECTS:,} brackets and quotes, or {MAX_VALUES:,} values"
+        raise Refused(413, f"the body has more than {most}; send fewer groups")
     try:
         payload = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -113,34 +98,15 @@ def read_groups(body: bytes | bytearray, limits: Limits, version: int) -> list[R
     items: list[Any] = payload if isinstance(payload, list) else [payload]
     if len(items) > MAX_GROUPS:
         raise Refused(413, f"the request has {len(items):,} groups; send at most {MAX_GROUPS:,} at a time")
-    groups = []
+    groups: list[ReceivedGroup] = []
     for item in items:
         try:
-            groups.append(_read_item(item, limits, version))
-        except DataError as error:
-            groups.append(ReceivedGroup(None, str(error), None, {}))
-        except RecursionError:
-            groups.append(ReceivedGroup(None, "the group is nested too deeply", None, {}))
+            members = read_group(item, limits, version)
+            groups.append((members, item["env_id"] if isinstance(item.get("env_id"), int) else None))
+        # Numbers that are nested too deeply raise RecursionError.
+        except (DataError, RecursionError) as error:
+            groups.append(str(error))
     return groups
-
-
-def _read_item(item: Any, limits: Limits, version: int) -> ReceivedGroup:
-    tokens = item.get("tokens") if isinstance(item, Mapping) else None
-    if isinstance(tokens, list) and len(tokens) > MAX_MEMBERS:
-        raise DataError(f"the group has {len(tokens):,} members; send at most {MAX_MEMBERS:,} in a group")
-    members = read_group(item, limits, version)
-    environment = item.get("env_id")
-    return ReceivedGroup(members, "", environment if isinstance(environment, int) else None, _example(item, members))
-
-
-def _example(item: Mapping[str, Any], members: list[Scored]) -> dict[str, Any]:
-    count = tokens = 0
-    while count < len(members) and (not count or tokens < _EXAMPLE_TOKENS):
-        tokens += len(members[count].tokens)
-        count += 1
-    columns = {name: item.get(name) for name in _EXAMPLE_FIELDS}
-    example = {name: column[:count] if isinstance(column, list) else [] for name, column in columns.items()}
-    return example | {"env_id": item.get("env_id")}
 
 
 @dataclass(slots=True)
@@ -169,7 +135,6 @@ class GroupReceiver:
         self._interrupted: OrderedDict[bytes, set[int]] = OrderedDict()
         self._pushing: set[anyio.CancelScope] = set()
         self._next_group = 0
-        self.latest_example: dict[str, Any] = {}
         self.ended = False
         self.statistics = AtroposStatistics()
 
@@ -205,7 +170,16 @@ class GroupReceiver:
                 message = "too many requests wait for room in the ring, so no group was accepted; send again later"
                 raise Refused(503, message, state="full") from None
             try:
-                return await self._push_all(*await self._read(request, body))
+                encoding, version = request.headers.get("Content-Encoding", ""), self._rings.policy_version
+
+                def read() -> tuple[bytes, list[ReceivedGroup]]:
+                    decompressed = decompress(body, encoding)
+                    return hashlib.blake2b(decompressed).digest(), read_groups(decompressed, self._limits, version)
+
+                # One body at a time: reading two bodies at once takes no less time, and twice the memory.
+                async with self._read_lock:
+                    digest, groups = await offload(read, "http-body")
+                return await self._push_all(digest, groups)
             finally:
                 self._bodies.release()
         except Refused as error:
@@ -214,20 +188,8 @@ class GroupReceiver:
         finally:
             self._held_bytes -= held_bytes
 
-    async def _read(self, request: web.BaseRequest, body: bytearray) -> tuple[bytes, list[ReceivedGroup]]:
-        """A digest that identifies the request, and the groups of the request."""
-        encoding = request.headers.get("Content-Encoding", "")
-        limits, version = self._limits, self._rings.policy_version
-
-        def read() -> tuple[bytes, list[ReceivedGroup]]:
-            decompressed = decompress(body, encoding)
-            return hashlib.blake2b(decompressed).digest(), read_groups(decompressed, limits, version)
-
-        # One body at a time: reading two bodies at once takes no less time, and twice the memory.
-        async with self._read_lock:
-            return await offload(read, "http-body")
-
     async def _push_all(self, digest: bytes, groups: list[ReceivedGroup]) -> web.Response:
+        """`digest`: identifies the request."""
         refused: list[dict[str, Any]] = []
         # An environment repeats an interrupted request. Skip the groups that were pushed the first time.
         pushed = self._interrupted.pop(digest, set())
@@ -259,15 +221,16 @@ class GroupReceiver:
     async def _push(self, group: ReceivedGroup) -> str:
         """Push a group. Returns an empty text, or the reason for status 503. Errors: RecordError, RecordTooLarge."""
         if self.ended:
-            return "the run ends and accepts no more groups"
-        if group.members is None:
-            raise RecordError(group.refusal)
+            return _NO_MORE
+        if isinstance(group, str):
+            raise RecordError(group)
+        members, environment = group
         number, self._next_group = self._next_group, self._next_group + 1
         scope = anyio.CancelScope()
         self._pushing.add(scope)
         try:
             with scope:
-                await self._rings.push(number, group.members, timeout=self._wait_s)
+                await self._rings.push(number, members, timeout=self._wait_s)
         except (RecordError, RecordTooLarge):
             raise
         except TransportError as error:  # the ring is full, or its owner has ended
@@ -275,11 +238,10 @@ class GroupReceiver:
         finally:
             self._pushing.discard(scope)
         if scope.cancelled_caught:
-            return "the run ends and accepts no more groups"
+            return _NO_MORE
         self.statistics.groups += 1
-        self._touch(group.environment)
-        self._accepted.append((group.environment, len(group.members)))
-        self.latest_example = group.example
+        self._touch(environment)
+        self._accepted.append((environment, len(members)))
         self.held()  # removes old entries of `_accepted`
         return ""
 

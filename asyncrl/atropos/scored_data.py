@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from asyncrl.records.check import SILENT, Limits, check_json, check_trains, chec
 from asyncrl.types import FinishReason, Trajectory
 
 NOT_TRAINED = -100
+MAX_MEMBERS = 4096  # of one group
 COLUMNS = ("tokens", "masks", "scores", "inference_logprobs")  # checked as arrays, not as JSON
 UNUSABLE = {
     "advantages": "this run computes advantages from the scores",
@@ -51,57 +51,61 @@ def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
         if item.get(name) is not None:
             raise DataError(f"{name} cannot be used: {reason}; send the group without {name}")
     check_json({name: value for name, value in item.items() if name not in COLUMNS}, "the group", 1)
-    tokens = _rows(item, "tokens", None)
-    n = len(tokens)
-    masks = _rows(item, "masks", n)
-    scores = [_number(score, f"scores[{i}]") for i, score in enumerate(_rows(item, "scores", n))]
-    logprobs = _optional(item, "inference_logprobs", n)
-    messages = _optional(item, "messages", n)
-    overrides = _optional(item, "overrides", n) or [None] * n
-    settings = [_settings(item, override, i, version) for i, override in enumerate(overrides)]
-    members = [_member(tokens[i], masks[i], i) for i in range(n)]
+    n = len(_rows(item, "tokens", None))
+    if n > MAX_MEMBERS:
+        raise DataError(f"the group has {n:,} members; send at most {MAX_MEMBERS:,} in a group")
+    masks, scores = _rows(item, "masks", n), _rows(item, "scores", n)
+    logprobs, messages, overrides = (
+        [None] * n if item.get(name) is None else _rows(item, name, n)
+        for name in ("inference_logprobs", "messages", "overrides")
+    )
+    members = [_member(item["tokens"][i], masks[i], i) for i in range(n)]
     prompts = _prompt_lengths(members)
     scored = []
     metadata = {} if item.get("env_id") is None else {"env_id": item["env_id"]}
     for i, (ids, mask) in enumerate(members):
+        temperature, policy_version, is_silent = _settings(item, overrides[i], i, version)
         # NaN stands for a missing log-prob.
-        values = math.nan if logprobs is None else _floats(logprobs[i], mask.size, f"inference_logprobs[{i}]")
+        values: Any = math.nan
+        if item.get("inference_logprobs") is not None:
+            values = _array(logprobs[i], f"inference_logprobs[{i}]", "iuf", mask.size)
+        # A value that float32 cannot hold becomes infinite. `_check` refuses infinite log-probs of trained tokens.
+        with np.errstate(over="ignore"):
+            columns = np.where(mask, values, 0.0).astype(np.float32)
         scored.append(
             Scored(
                 tokens=ids,
-                reward=scores[i],
+                reward=_number(scores[i], f"scores[{i}]"),
                 mask=mask,
-                logprobs=np.where(mask, values, 0.0).astype(np.float32),
-                versions=np.where(mask, settings[i].version, -1).astype(np.int32),
+                logprobs=columns,
+                versions=np.where(mask, policy_version, -1).astype(np.int32),
                 prompt_length=prompts[i],
-                temperature=settings[i].temperature,
-                messages="" if messages is None else _conversation(messages[i], i),
-                metadata=metadata | ({SILENT: True} if settings[i].silent else {}),
+                temperature=temperature,
+                messages=_conversation(messages[i], i),
+                metadata=metadata | ({SILENT: True} if is_silent else {}),
             )
         )
         _check(scored[i], i, n, limits)
     return scored
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    temperature: float
-    version: int
-    silent: bool  # set_advantage_to_zero
-
-
-def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> _Settings:
+def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> tuple[Any, int, bool]:
+    """(temperature, policy version, whether the advantage is set to zero) of member `i`."""
     member = _object(override, f"overrides[{i}]")
     group = _object(item.get("group_overrides"), "group_overrides")
     generation = _object(item.get("generation_params"), "generation_params")
-    temperature = _number(_first("temperature", member, generation, group, default=1.0), f"temperature of member {i}")
-    policy_version = _first("policy_version", member, group, default=version)
+
+    def first(name: str, *sources: Mapping[str, Any], default: Any) -> Any:
+        return next((source[name] for source in sources if source.get(name) is not None), default)
+
+    policy_version = first("policy_version", member, group, default=version)
     # Not `isinstance`, because a bool is an int.
     if type(policy_version) is not int or not 0 <= policy_version <= version:
         raise DataError(
             f"policy_version of member {i} is {policy_version!r}; expected a version from 0 to {version}, the newest version"
         )
-    return _Settings(temperature, policy_version, bool(member.get("set_advantage_to_zero")))
+    temperature = first("temperature", member, generation, group, default=1.0)
+    return temperature, policy_version, bool(member.get("set_advantage_to_zero"))
 
 
 def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
@@ -128,10 +132,11 @@ def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
 
 def _member(tokens: Any, mask: Any, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
     """Returns (ids [L], loss mask [L])."""
-    ids = _integers(tokens, f"tokens[{i}]")
-    labels = _integers(mask, f"masks[{i}]")
-    if labels.size != ids.size:
-        raise DataError(f"masks[{i}] has {labels.size} entries for {ids.size} tokens; send one entry per token")
+    ids = _array(tokens, f"tokens[{i}]", "iu")
+    wrong = np.flatnonzero(ids != ids.astype(np.int32))
+    if wrong.size:
+        raise DataError(f"tokens[{i}] holds {ids[wrong[0]]}; expected 32-bit integers")
+    labels = _array(mask, f"masks[{i}]", "iu", ids.size)
     trained = labels != NOT_TRAINED
     mismatches = np.flatnonzero(trained & (labels != ids))
     if mismatches.size:
@@ -155,37 +160,19 @@ def _prompt_lengths(members: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.bo
     return lengths
 
 
-def _floats(values: Any, size: int, name: str) -> npt.NDArray[np.float32]:
-    array = _array(values, name)
-    if array.size != size or array.dtype.kind not in "iuf":
-        raise DataError(
-            f"{name} has {array.size} entries of {array.dtype} for {size} tokens; send one number per token"
-        )
-    # A value that float32 cannot hold becomes infinite. `_check` refuses infinite log-probs of trained tokens.
-    with np.errstate(over="ignore"):
-        return array.astype(np.float32)
-
-
-def _integers(values: Any, name: str) -> npt.NDArray[np.int64]:
-    array = _array(values, name)
-    if array.size and array.dtype.kind not in "iu":
-        raise DataError(f"{name} holds {array.dtype}; expected integers")
-    largest = np.iinfo(np.int32).max
-    too_large = array[(array > largest) | (array < -largest)]
-    if too_large.size:
-        raise DataError(f"{name} holds {too_large[0]}; expected 32-bit integers")
-    return array.astype(np.int64)
-
-
-def _array(values: Any, name: str) -> npt.NDArray[Any]:
+def _array(values: Any, name: str, kinds: str, size: int | None = None) -> npt.NDArray[Any]:
+    """An array [L]. `kinds`: the allowed kinds of numpy's dtypes. `size`: the number of tokens."""
     if not isinstance(values, list):
         raise DataError(f"{name} is {_describe(values)}; expected a list of numbers")
     try:
         array = np.array(values)
     except (ValueError, OverflowError) as error:
         raise DataError(f"{name} is not a list of numbers: {error}") from error
-    if array.ndim != 1 or array.dtype.kind not in "biuf":
-        raise DataError(f"{name} is not a list of numbers: it has the shape {array.shape} and the type {array.dtype}")
+    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+        expected = "numbers" if "f" in kinds else "integers"
+        raise DataError(f"{name} holds {array.dtype} of shape {array.shape}; expected a list of {expected}")
+    if size is not None and array.size != size:
+        raise DataError(f"{name} has {array.size} entries for {size} tokens; send one entry per token")
     return array
 
 
@@ -196,10 +183,6 @@ def _rows(item: Mapping[str, Any], name: str, n: int | None) -> list[Any]:
     if n is not None and len(rows) != n:
         raise DataError(f"{name} has {len(rows)} entries for {n} members; send one entry per member")
     return rows
-
-
-def _optional(item: Mapping[str, Any], name: str, n: int) -> list[Any] | None:
-    return None if item.get(name) is None else _rows(item, name, n)
 
 
 def _number(value: Any, name: str) -> float:
@@ -217,15 +200,13 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _conversation(messages: Any, i: int) -> Any:
+    if messages is None:
+        return ""
     if not isinstance(messages, list) or any(
         not isinstance(m, Mapping) or not {"role", "content"} <= set(m) for m in messages
     ):
         raise DataError(f"messages[{i}] is not a list of objects with role and content")
     return messages
-
-
-def _first(name: str, *sources: Mapping[str, Any], default: Any) -> Any:
-    return next((source[name] for source in sources if source.get(name) is not None), default)
 
 
 def _describe(value: Any) -> str:

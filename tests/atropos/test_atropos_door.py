@@ -232,8 +232,6 @@ async def test_environments_register_and_hear_how_full_the_run_is(name: str) -> 
         assert (await s.post("/disconnect-env", {"env_id": 77}))[1]["status"] == "failure"
         assert (await s.post("/register-env", {"weight": "much"}))[0] == 422
         assert (await s.get("/status"))[1]["accepted"] == 2
-        assert (await s.get("/latest_example"))[1]["env_id"] == 1
-        assert (await s.get("/"))[0] == 200
 
 
 @pytest.mark.parametrize(("method", "path"), [("get", "/batch"), ("post", "/register"), ("get", "/reset_data")])

@@ -19,7 +19,8 @@ aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 from atropos_helpers import Set, group, opened  # noqa: E402
 
 from asyncrl.atropos.environments import FORGET_S, MOST_ENVIRONMENTS, Environments  # noqa: E402
-from asyncrl.atropos.groups import MAX_BODIES, MAX_BODY_BYTES, MAX_GROUPS, MAX_MEMBERS, MAX_OBJECTS, decompress  # noqa: E402
+from asyncrl.atropos.groups import MAX_BODIES, MAX_BODY_BYTES, MAX_GROUPS, MAX_OBJECTS, decompress  # noqa: E402
+from asyncrl.atropos.scored_data import MAX_MEMBERS  # noqa: E402
 from asyncrl.errors import ConfigError  # noqa: E402
 from asyncrl.http.access import Access, Address, Refused  # noqa: E402
 from asyncrl.http.server import MOST_CONNECTIONS, PAUSE_S, most_connections  # noqa: E402
@@ -47,7 +48,7 @@ async def test_nobody_comes_in_without_the_key(name: str) -> None:
         assert await status(s, f"{bare}/scored_data", body) == 401
         assert await status(s, f"{bare}/{key[:-1]}{'y' if key[-1] == 'x' else 'x'}/scored_data", body) == 401
         assert await status(s, f"{bare}/scored_data", body, Authorization=f"Bearer {key}x") == 401
-        for path in ("/", "/info", "/status", "/latest_example", "/nothing"):
+        for path in ("/", "/info", "/status", "/nothing"):
             async with s.http.get(bare + path) as reply:
                 assert reply.status == 401 and "rolls" not in await reply.text()
         assert s.door.groups.statistics.groups == 0
@@ -320,21 +321,20 @@ def test_registrations_are_bounded_and_forgotten_after_silence(monkeypatch: pyte
         assert known.register({"desired_name": "maths"})[0] == number
     assert len(known) == MOST_ENVIRONMENTS and known.disconnect(0) and not known.disconnect(1)
     now[0] += FORGET_S + 1
-    assert known.register({"desired_name": "maths"}) == (MOST_ENVIRONMENTS + 10, "maths_0")
+    assert known.register({"desired_name": "maths"}) == (MOST_ENVIRONMENTS + 10, f"maths_{MOST_ENVIRONMENTS + 10}")
     assert len(known) == 1
-    for fields in ({"desired_name": "x" * 101}, {"weight": "nan"}, {"weight": 1e308, "max_token_length": 1e308}):
-        with pytest.raises(ValueError, match=r"characters|finite"):
+    for fields in ({"weight": "nan"}, {"weight": 1e308, "max_token_length": 1e308}):
+        with pytest.raises(ValueError, match="finite"):
             known.register(fields)
 
 
-async def test_a_large_group_is_taken_and_its_first_members_are_the_example(name: str) -> None:
+async def test_a_large_group_is_taken(name: str) -> None:
     ids = [5] + [7] * 599
     members = {"tokens": [ids] * 40, "masks": [[-100, *ids[1:]]] * 40, "scores": [0.5] * 40, "inference_logprobs": None}
     members["messages"] = [[{"role": "user", "content": '\\"[{' * 500}]] * 40
     async with opened(name, RingSettings(size=1 << 23, slots=2, ring_bytes=1 << 22)) as s:
         code, reply = await s.post("/scored_data", {**members, "code": 1, "status": 3})
         assert (code, reply["groups_processed"]) == (200, 1), reply
-        assert (await s.get("/latest_example"))[1]["tokens"] == [ids] * 28  # the first 16,384 tokens of it
         delivery, found = await s.next()
         assert [m.tokens.tolist() for m in found] == [ids] * 40 and found[39].reward == 0.5
         delivery.release()

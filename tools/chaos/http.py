@@ -157,7 +157,7 @@ def strangers(target: Target, outcome: Outcome, _: int) -> None:
     for raw in (
         target.request(*post, key=False),
         target.request(*post, JSON, "Authorization: Bearer of-bad-news-only", key=False),
-        target.request("GET", "/latest_example", key=False),
+        target.request("GET", "/status", key=False),
         target.request(*post, host=f"rebound.example:{port}"),
         target.request(*post, JSON, "Origin: http://page.example"),
         target.request(*post, "Content-Type: text/plain"),
