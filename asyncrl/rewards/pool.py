@@ -2,15 +2,14 @@
 
     score ──▶ one call per function ──▶ a worker with room (FIFO) ──▶ worker ──▶ reply ──▶ components, reward
                                             ▲                          │ killed (deadline, crash, cancellation), or worn
-                                            └──── keeper ◀─────────────┘ (a task for each worker: starts the successor)
+                                            └──── keeper ◀─────────────┘ (a task for each worker: starts a successor)
 
 | who waits | for what                   | bounded by                     | woken when                              |
 |-----------|----------------------------|--------------------------------|-----------------------------------------|
 | caller    | a worker with room         | the deadlines of earlier calls | a call or a start ends; the pool closes |
 | caller    | the reply                  | `timeout_s`                    | reply, deadline, death of the worker    |
 | caller    | the next try of a call     | about 2 ** tries seconds       | the time is over                        |
-| keeper    | wear or end of a worker    | -                              | the process is worn, or ends            |
-| keeper    | a start by another keeper  | `LOAD_S`                       | the started worker has loaded, or failed |
+| keeper    | the end of a worker        | -                              | the process ends                        |
 | a task    | a cancelled coroutine      | `CANCEL_GRACE_S`               | its end; else its worker is killed      |
 
 Guarantees
@@ -25,10 +24,10 @@ Guarantees
   new deadline. The metric `reward/{fn}/retries` counts the repetitions.
 * Callers of the same kind (coroutines, blocking calls) get workers in the order in which they asked. A caller that is cancelled
   while it waits takes no worker.
-* All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. The
-  successor of a dead worker that dies or takes too long before it has loaded them is started again, `MOST_STARTS` times in all.
-* A worker is worn when it gained `max_mib` of memory or had `max_calls` calls. It takes calls until its successor has loaded the
-  functions, and ends after its last call. One successor of a worn worker starts at a time. If it fails, the worn worker goes on.
+* All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. If a
+  successor dies or takes too long before it has loaded the functions, another one is started, `MOST_STARTS` in all.
+* A worker is worn when it gained `max_mib` of memory or had `max_calls` calls. It takes no more calls, and ends after its running
+  calls. Then its successor starts.
 * Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with it, even if this
   process is killed (concurrency/guard.py).
 
@@ -45,7 +44,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 import anyio
@@ -68,8 +66,6 @@ logger = logging.getLogger("asyncrl.rewards")
 CLOSE_GRACE_S = 3.0  # for idle workers to end or to be killed
 CANCEL_GRACE_S = 5.0  # for a coroutine to end after it was cancelled
 LOAD_S = 300.0  # for a worker to import the functions
-# Later workers have ten times as long as the worker before them took, but at least RELOAD_S and at most LOAD_S.
-RELOAD_S = 60.0
 MOST_STARTS = 3  # tries to start one successor
 _LONGEST_BACKOFF_S = 60.0
 _START_RETRY_S = 1.0
@@ -89,12 +85,6 @@ def configured_rewards(config: RewardConfig, functions: Sequence[RewardSpec] = (
         judge = Judge(criteria=criteria, weights=weights, timeout_s=config.timeout_s, retries=config.retries, **fields)
         specs.append(RewardSpec(judge, each.weight, each.name, weights, config.judge_deadline_s))
     return specs
-
-
-class _PoolState(Enum):
-    NEW = "new"
-    OPEN = "open"
-    CLOSED = "closed"
 
 
 class RewardPool:
@@ -118,8 +108,6 @@ class RewardPool:
         concurrency: int = 512,
         retries: int = 0,
     ) -> None:
-        if workers < 1 or timeout_s <= 0:
-            raise ConfigError(f"reward workers ({workers}) and timeout_s ({timeout_s}) must be positive")
         self._specs = tuple(functions)
         self._workers = workers
         self._timeout_s = timeout_s
@@ -139,14 +127,13 @@ class RewardPool:
         self.generation_prompt: Callable[[Int32Array], str] = lambda prompt_ids: ""  # the end of a prompt, as text
         # (base URL, key) of an endpoint of the policy, for functions that ask for it.
         self.open_endpoint: Callable[[], tuple[str, str]] | None = None
-        self._state = _PoolState.NEW
-        self._loaded: list[LoadedFunction] = []
-        self._weights: dict[str, float] = {}
+        self._open = False
+        # Known once the pool is open: the functions in order, and the weight of each component in the sum.
+        self.functions: list[LoadedFunction] = []
+        self.weights: dict[str, float] = {}
         self._alive: set[RewardWorker] = set()
         self._broken: AsyncrlError | None = None  # why dead workers cannot be replaced
         self._tasks: TaskGroup | None = None
-        self._renewal = anyio.Lock()
-        self._load_s = LOAD_S  # time limit of the next worker for its imports
 
     @classmethod
     def from_config(
@@ -157,28 +144,15 @@ class RewardPool:
         limits = (config.worker_max_mib, config.worker_max_calls, config.concurrency, config.retries)
         return cls(specs, config.workers, config.timeout_s, config.on_error, recorder, *limits)
 
-    @property
-    def functions(self) -> Sequence[LoadedFunction]:
-        """The functions in order; known once the pool is open."""
-        return self._loaded
-
     def calls_at_once(self, size: int) -> int:
         """How many calls with `size` completions may run at a time; known once the pool is open."""
-        return self._workers * (max(1, self._concurrency // size) if any(f.asynchronous for f in self._loaded) else 1)
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Weight of each component in the sum, by name; known once the pool is open."""
-        return dict(self._weights)
+        return self._workers * (max(1, self._concurrency // size) if any(f.asynchronous for f in self.functions) else 1)
 
     # ---- life
 
     async def __aenter__(self) -> RewardPool:
         """Start all workers and load every function in each. Errors: `ConfigError`, `RewardCrash`, `RewardTimeout`."""
-        if self._state is not _PoolState.NEW:
-            raise LifecycleError("a reward pool can be opened once; make a new one")
-        self._state = _PoolState.OPEN
-        self._owner = asyncio.current_task()
+        self._open = True
         self._folder = os.getcwd()  # later workers start here, too
         sources = [function_source(spec) for spec in self._specs]
         self._init_request = {"path": list(sys.path), "functions": sources, "columns": self.columns}
@@ -186,7 +160,7 @@ class RewardPool:
             if self._specs:
                 await self._start_all()
         except BaseException:
-            await self._close()
+            await self.__aexit__()
             raise
         self._tasks = await anyio.create_task_group().__aenter__()
         for slot, process in enumerate(sorted(self._alive, key=lambda p: p.pid)):
@@ -194,31 +168,20 @@ class RewardPool:
             self._tasks.start_soon(self._keep, process, name=f"keeper of reward worker {slot}")
         return self
 
-    async def __aexit__(self, *exc: Any) -> bool | None:
-        if self._state is _PoolState.OPEN and asyncio.current_task() is not self._owner:
-            raise LifecycleError("a reward pool must be closed by the task that opened it")
-        await self._close()
-        return None
-
     async def _start_all(self) -> None:
-        async def start_one() -> None:
-            _, self._loaded = await self._start()
-
         # The first error cancels the other starts: they would fail in the same way.
         async with plain_task_group() as starters:
             for _ in range(self._workers):
-                starters.start_soon(start_one)
-        for name in (names := [function.name for function in self._loaded]):
+                starters.start_soon(self._start)
+        for name in (names := [function.name for function in self.functions]):
             if names.count(name) > 1:
                 raise ConfigError(
                     f"{names.count(name)} reward functions are named {name!r}; give each another name (`name` in reward.functions)"
                 )
-        self._weights = {name: weight for f in self._loaded for name, weight in f.spec.weights(f.name).items()}
+        self.weights = {name: weight for f in self.functions for name, weight in f.spec.weights(f.name).items()}
 
-    async def _close(self) -> None:
-        if self._state is _PoolState.CLOSED:
-            return
-        self._state = _PoolState.CLOSED
+    async def __aexit__(self, *exc: object) -> None:
+        self._open = False
         try:
             self._notify()
             for process in self._alive:
@@ -249,77 +212,48 @@ class RewardPool:
     # ---- workers
 
     async def _keep(self, process: RewardWorker) -> None:
-        """Start a successor when the worker ends or is worn, then a successor of the successor, and so on."""
+        """Start a successor when the worker has ended, then a successor of the successor, and so on."""
         while True:
             process.serving = True
             self._notify()
+            await asyncio.wait([process.ended])
+            await self._end(process)
             try:
-                successor = await self._successor(process)
+                successor = await self._successor()
             except AsyncrlError as error:
                 self._broken = error
                 # Callers that wait for a worker raise now.
                 self._notify()
                 return
-            if successor is None:
-                return
             successor.slot = process.slot
             process = successor
 
-    async def _successor(self, process: RewardWorker) -> RewardWorker | None:
-        """Wait until the worker has ended or is worn, then start its successor. None: the pool was closed."""
-        while True:
-            await process.needs_successor.wait()
-            if process.ended.done():
-                break
-            process.needs_successor.clear()
-            async with self._renewal:
-                try:
-                    successor, _ = await self._start()
-                except AsyncrlError as error:
-                    if self._state is _PoolState.OPEN:
-                        logger.warning("%s; reward worker %d stays as no other can be started", error, process.pid)
-                        process.reset_wear()
-                    continue
-            assert self._tasks is not None
-            self._recorder.count("reward/workers_recycled")
-            process.serving = False
-            if not process.calls:
-                process.hang_up()
-            self._tasks.start_soon(self._wait_ended, process, name=f"end of reward worker {process.pid}")
-            return successor
-        await self._wait_ended(process)
-        for tries in range(1, MOST_STARTS + 1):
-            if self._state is _PoolState.CLOSED:
-                break
+    async def _successor(self) -> RewardWorker:
+        for tries in range(1, MOST_STARTS):
             try:
-                successor, _ = await self._start()
-                return successor
+                return await self._start()
             except (RewardTimeout, RewardCrash) as error:
-                if tries == MOST_STARTS:
-                    raise
                 logger.warning("%s; it is started again (%d of at most %d times)", error, tries, MOST_STARTS - 1)
-        return None
-
-    async def _wait_ended(self, process: RewardWorker) -> None:
-        """Wait until the worker has ended by itself."""
-        await asyncio.wait([process.ended])
-        await self._end(process)
+        return await self._start()
 
     def _check_wear(self, process: RewardWorker) -> None:
-        calls, grown = process.wear
-        leaked = self._max_mib is not None and grown > self._max_mib << 20
-        if process.worn or not (leaked or (self._max_calls is not None and calls >= self._max_calls)):
+        """Give a worn worker no more calls. `_release` then ends the worker."""
+        leaked = self._max_mib is not None and process.grown > self._max_mib << 20
+        has_served = self._max_calls is not None and process.calls_ended >= self._max_calls
+        if not process.serving or not (leaked or has_served):
             return
         if leaked:
             logger.warning(
                 "reward worker %d has gained %d MiB since the first calls of its functions, more than reward.worker_max_mib = %s; "
-                "it is replaced", process.pid, grown >> 20, self._max_mib
+                "it is replaced", process.pid, process.grown >> 20, self._max_mib
             )  # fmt: skip
-        process.worn = True
-        process.needs_successor.set()
+        process.serving = False
+        self._recorder.count("reward/workers_recycled")
 
-    async def _start(self) -> tuple[RewardWorker, list[LoadedFunction]]:
+    async def _start(self) -> RewardWorker:
         """Start one worker, add it to `_alive`, and load the functions in it."""
+        if not self._open:
+            raise LifecycleError("the reward pool was closed while a worker started")
         try:
             process = RewardWorker(self._folder)
         except OSError as error:
@@ -330,12 +264,10 @@ class RewardPool:
             raise RewardCrash(f"no reward worker could be started: {error}") from error
         self._alive.add(process)
         try:
-            if self._state is _PoolState.CLOSED:
-                raise LifecycleError("the reward pool was closed while a worker started")
-            began = anyio.current_time()
-            loaded = await process.load(self._specs, self._init_request, self._load_s)
-            self._load_s = min(LOAD_S, max(RELOAD_S, 10 * (anyio.current_time() - began)))
-            return process, loaded
+            loaded = await process.load(self._specs, self._init_request, LOAD_S)
+            if self._tasks is None:
+                self.functions = loaded
+            return process
         except BaseException:
             await self._end(process)
             raise
@@ -347,7 +279,7 @@ class RewardPool:
             while True:
                 # Yield first, so that the event loop notices workers that have died, and the call gets none of them.
                 await anyio.lowlevel.checkpoint()
-                if self._state is _PoolState.CLOSED:
+                if not self._open:
                     raise LifecycleError("the reward pool was closed while a group waited for a worker")
                 if self._broken is not None:
                     raise RewardError(f"reward workers cannot be replaced: {self._broken}") from self._broken
@@ -389,12 +321,12 @@ class RewardPool:
         A reward that the environment gave is added to the sum. Without functions the trajectories are returned unchanged.
         Errors: `RewardError` or a subclass if `on_error` is `fail`; `LifecycleError` if the pool is not open.
         """
-        if self._state is not _PoolState.OPEN:
-            raise LifecycleError(f"the reward pool is {self._state.value}; score inside `async with pool:`")
+        if not self._open:
+            raise LifecycleError("the reward pool is not open; score inside `async with pool:`")
         if not self._specs or not trajectories:
             return list(trajectories)
         arguments = trl_arguments(prompt, trajectories, self.generation_prompt(prompt.ids))
-        if self.open_endpoint is not None and any(function.asks_policy for function in self._loaded):
+        if self.open_endpoint is not None and any(function.asks_policy for function in self.functions):
             arguments["base_url"], arguments["api_key"] = self.open_endpoint()
         with self._recorder.timed("time/reward"):
             answers: dict[str, Answer] = {}
@@ -410,18 +342,18 @@ class RewardPool:
 
             # The first error cancels the other calls: their answers are not needed.
             async with plain_task_group() as calls:
-                for function in self._loaded:
+                for function in self.functions:
                     calls.start_soon(call, function)
         scored = []
         for i, trajectory in enumerate(trajectories):
             scores, by_turn, extras = dict[str, float | None](), dict[str, list[float] | None](), dict[str, Any]()
-            for function in self._loaded:
+            for function in self.functions:
                 answer = answers[function.name]
                 names = function.spec.weights(function.name)
                 scores.update(zip(names, [column[i] for column in answer.scores], strict=True))
                 by_turn.update(zip(names, [column[i] for column in answer.by_turn], strict=True))
                 extras.update({f"{function.name}/{k}": values[i] for k, values in answer.extras.items()})
-            scored.append(with_scores(trajectory, scores, self._weights, extras, by_turn))
+            scored.append(with_scores(trajectory, scores, self.weights, extras, by_turn))
         return scored
 
     async def _call_or_default(
@@ -482,7 +414,7 @@ class RewardPool:
             try:
                 return await self._answer(function, group_id, request, process, call)
             except WorkerDiedError as died:
-                if self._state is _PoolState.CLOSED:
+                if not self._open:
                     raise LifecycleError(f"the reward pool was closed while {what} was at work") from None
                 others = sorted(other.what for other in process.died_with if other is not call)
                 crashed = (
@@ -549,7 +481,7 @@ class RewardPool:
         """End a call without a caller: cancel its coroutine, or kill its worker."""
         if number is None:  # the request was not sent
             self._release(process, call)
-        elif call.alone or self._state is not _PoolState.OPEN:
+        elif call.alone or not self._open:
             process.kill_reason = why
             process.kill()
             self._release(process, call)

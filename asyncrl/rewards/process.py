@@ -68,24 +68,21 @@ class RewardWorker:
         self._replies: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
         # How the worker broke the protocol, if it was killed for that: its exit status does not say so.
         self._status = ""
-        self._grown = 0
-        self._wear_start = (0, 0)
+        # Memory in bytes that the worker gained since the first calls of its functions.
+        self.grown = 0
         # The worker's number in the pool. A successor gets the number of the worker that it replaces.
         self.slot = 0
         # Whether the worker may take another request.
         self.usable = True
         # The worker closed its end of the channel. The guard may still be killing the worker and its processes.
         self.hung_up = False
-        # True while the pool gives calls to the worker: its functions are loaded, and no successor serves.
+        # True while the pool gives calls to the worker: its functions are loaded, and it is not worn.
         self.serving = False
         # The worker's running calls; and the calls that were running when it died.
         self.calls: set[RewardCall] = set()
         self.died_with: frozenset[RewardCall] = frozenset()
         # Why the pool killed the worker, as a sentence about the call that was the cause. Empty if the pool did not kill it.
         self.kill_reason = ""
-        self.worn = False
-        # Set when the worker has ended or is worn: the pool must start a successor.
-        self.needs_successor = asyncio.Event()
         environment = os.environ | _THREADS
         self._child = ChildProcess(
             "reward worker", MODULE, environment=environment, folder=folder, guarded=True, notify=self._on_readable
@@ -93,20 +90,12 @@ class RewardWorker:
         # The process id of the guard. `load` replaces it by the worker's.
         self.pid = self._child.pid
         self.ended = self._child.ended
-        self.ended.add_done_callback(lambda _: self._on_end())
+        self.ended.add_done_callback(lambda _: self._on_hang_up())
 
     @property
-    def wear(self) -> tuple[int, int]:
-        """(calls, bytes gained), both since the last `reset_wear`. What the first call of each function gains does not count."""
-        # The first request loads the functions.
-        calls = self._last_id - 1 - len(self._replies)
-        return calls - self._wear_start[0], self._grown - self._wear_start[1]
-
-    def reset_wear(self) -> None:
-        """Count calls and bytes from 0 again."""
-        self.worn = False
-        calls, grown = self.wear
-        self._wear_start = (self._wear_start[0] + calls, self._wear_start[1] + grown)
+    def calls_ended(self) -> int:
+        """The number of calls that have ended. The first request, which loads the functions, does not count."""
+        return self._last_id - 1 - len(self._replies)
 
     async def load(self, specs: Sequence[RewardSpec], request: dict[str, Any], limit_s: float) -> list[LoadedFunction]:
         """Load the functions. Errors: `ConfigError`, `RewardCrash`, `RewardTimeout`."""
@@ -168,7 +157,7 @@ class RewardWorker:
         """Take replies from the channel. A reply to a request that has ended already is discarded."""
         try:
             while (message := self._child.channel.take()) is not None:
-                self._grown = int(message["grown"])
+                self.grown = int(message["grown"])
                 reply = self._replies.get(message["id"])
                 if reply is not None and not reply.done():
                     reply.set_result(message)
@@ -192,7 +181,3 @@ class RewardWorker:
         with anyio.move_on_after(_EXIT_GRACE_S):
             await asyncio.wait([self.ended])
         return self._child.status if self.ended.done() else "closed the protocol's socket"
-
-    def _on_end(self) -> None:
-        self._on_hang_up()
-        self.needs_successor.set()

@@ -149,12 +149,6 @@ async def test_a_cancelled_opening_leaves_nothing(tmp_path):
     assert not children()
 
 
-async def test_closed_by_another_task_is_an_error():
-    async with pool("length") as rewards:
-        with pytest.raises(LifecycleError, match="task that opened it"):
-            await asyncio.ensure_future(rewards.__aexit__(None, None, None))
-
-
 async def open_score_close():
     async with pool("length") as rewards:
         assert (await score(rewards, "abc")).reward == 3.0
