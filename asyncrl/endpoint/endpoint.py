@@ -7,7 +7,7 @@ The engine returns whole answers, so a streamed answer is sent when it is sample
 the stream keep the connection alive.
 
 Guarantees
-* a key reaches its own episode alone. The end of the episode cancels its requests, and later requests get 401 with the reason;
+* a key reaches its own episode alone. The end of the episode cancels its requests, and later requests get 401;
 * a client that disconnects cancels its request, which leaves nothing in the trajectory;
 * an answer that was sampled and not delivered waits for a request with the same body: a client's retry gets that answer, and the
   trajectory has it once. At the end of the episode the trajectory loses answers that no client got. After the delivery the same
@@ -36,7 +36,7 @@ from asyncrl.http.access import Address, Refused
 from asyncrl.http.server import Handler, HttpServer, receive, web
 from asyncrl.types import ChatAnswer, FinishReason, Generation
 
-from .keys import Answers, EpisodeKeys, OpenEpisode, ended_message
+from .keys import ENDED, Answers, EpisodeKeys, OpenEpisode
 from .messages import MessagesBody, messages_events, messages_reply
 from .openapi import document
 from .parameters import Ask, ChatBody, CompletionsBody, GenerateBody, describe, with_integers
@@ -99,7 +99,6 @@ class Endpoint:
         self._keys = EpisodeKeys(address)
         self._model, self._max_context, self._count, self._held = model, max_context, count, 0
         self._untrained_session = untrained_session
-        self._issued: dict[int, list[str]] = {}  # by the id of the session
         routes: dict[tuple[str, str], Handler] = {
             ("POST", path): partial(self._answer, path, route) for path, route in ROUTES.items()
         }
@@ -114,25 +113,16 @@ class Endpoint:
         finally:
             self._server.stop_listening()
 
-    def open(self, session: Session, branch: str = "") -> tuple[str, str]:
-        """(base URL, key) for requests of one branch of an episode. Listens from the first call on. Errors: ConfigError."""
-        url, key = self._open(lambda: session, branch)
-        self._issued.setdefault(id(session), []).append(key)
-        return url, key
-
-    def open_untrained(self) -> tuple[str, str]:
-        """(base URL, key) for requests of no episode, which are not trained."""
-        return self._open(self._untrained_session, "")
-
-    def _open(self, session: Callable[[], Session], branch: str) -> tuple[str, str]:
+    def open(self, session: Session | None, branch: str = "") -> tuple[str, str]:
+        """(base URL, key) for requests of one branch of an episode; None: of no episode, which are not trained. Listens from the
+        first call on. Errors: ConfigError."""
         if not self._server.url:
             self._server.listen()
         return self._server.url, self._keys.issue(session, branch)
 
-    def end(self, session: Session, reason: str = "its coroutine returned or failed") -> None:
+    def end(self, session: Session) -> None:
         """End the keys of a session, and cancel their open requests."""
-        for key in self._issued.pop(id(session), ()):
-            self._keys.end(key, reason)
+        self._keys.end(session)
 
     async def _answer(self, path: str, route: Route, request: web.BaseRequest) -> web.StreamResponse:
         self._count("endpoint/requests", 1)
@@ -143,7 +133,7 @@ class Endpoint:
             episode.requests.add(scope)
             try:
                 body = await self._receive(request)
-                session = episode.session()
+                session = episode.session or self._untrained_session()
                 ask = self._read(route.body, body, session)
                 digest = hashlib.blake2b(path.encode() + body, digest_size=16).digest()
                 return await self._deliver(route, ask, request, episode, session, digest)
@@ -152,7 +142,7 @@ class Endpoint:
                 raise
             finally:
                 episode.requests.discard(scope)
-        raise Refused(401, ended_message(episode.ended or "it was cancelled"))
+        raise Refused(401, ENDED)
 
     async def _receive(self, request: web.BaseRequest) -> bytearray:
         held = 0

@@ -6,7 +6,6 @@ import hmac
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -20,8 +19,7 @@ from asyncrl.types import ChatAnswer
 if TYPE_CHECKING:
     from aiohttp import web
 
-# How many ended keys keep their reasons. A request with an older key gets a general reason.
-_MOST_ENDED = 10_000
+ENDED = "the episode of this key has ended: its coroutine returned or failed; a request after its end would belong to no episode"
 _KEY = re.compile(r"asyncrl-(\d{1,15})-[0-9a-f]{40}")
 _VERSION = re.compile(r"^(/v1)+(?=/)")
 # The answers to one request, by the index of the choice.
@@ -30,12 +28,11 @@ Answers = dict[int, ChatAnswer]
 
 @dataclass(eq=False, slots=True)
 class OpenEpisode:
-    """The session of one key, and the answers to requests with this key."""
+    """The answers to requests with one key."""
 
-    # Returns the session of an episode. For requests of no episode each call makes a new session.
-    session: Callable[[], Session]
+    # None: the requests belong to no episode.
+    session: Session | None
     branch: str
-    ended: str | None = None  # the reason
     requests: set[anyio.CancelScope] = field(default_factory=set)
     # Answers that are being sampled.
     answering: list[Answers] = field(default_factory=list)
@@ -53,33 +50,27 @@ class EpisodeKeys(Access):
         super().__init__(address)
         self._secret = secrets.token_bytes(32)
         self._open: dict[int, OpenEpisode] = {}
-        self._ended: OrderedDict[int, str] = OrderedDict()
         self._issued = 0
 
     def url(self, port: int) -> str:
         return f"{self.origin(port)}/v1"
 
-    def issue(self, session: Callable[[], Session], branch: str) -> str:
-        """A new key for a session."""
+    def issue(self, session: Session | None, branch: str = "") -> str:
+        """A new key for one branch of an episode. None: for requests of no episode."""
         self._issued += 1
         self._open[self._issued] = OpenEpisode(session, branch)
         return self._key(self._issued)
 
-    def end(self, key: str, reason: str) -> None:
-        """Refuse the key from now on, cancel its open requests, and forget answers that no client got. Does nothing for a key that
-        has ended."""
-        number = self._number(key)
-        episode = None if number is None else self._open.pop(number, None)
-        if number is None or episode is None:
-            return
-        episode.ended = self._ended[number] = reason
-        if len(self._ended) > _MOST_ENDED:
-            self._ended.popitem(last=False)
-        for scope in list(episode.requests):
-            scope.cancel()
-        for answers in [*episode.answering, *chain(*episode.undelivered.values())]:
-            for answer in answers.values():
-                episode.session().forget(answer.generation)
+    def end(self, session: Session) -> None:
+        """Refuse the keys of a session from now on, cancel their open requests, and remove answers that no client got from the
+        session."""
+        for number, episode in [each for each in self._open.items() if each[1].session is session]:
+            del self._open[number]
+            for scope in list(episode.requests):
+                scope.cancel()
+            for answers in [*episode.answering, *chain(*episode.undelivered.values())]:
+                for answer in answers.values():
+                    session.forget(answer.generation)
 
     def check_key(self, request: web.BaseRequest) -> str:
         return self.find(request)[1]
@@ -92,7 +83,7 @@ class EpisodeKeys(Access):
                 continue
             episode = self._open.get(number)
             if episode is None:
-                raise Refused(401, ended_message(self._ended.get(number, "the reason is no longer known")))
+                raise Refused(401, ENDED)
             return episode, _VERSION.sub("", path)
         raise Refused(
             401,
@@ -111,8 +102,3 @@ class EpisodeKeys(Access):
             return None
         number = int(match[1])
         return number if hmac.compare_digest(key, self._key(number)) else None
-
-
-def ended_message(reason: str) -> str:
-    """The message for a request with the key of an ended episode."""
-    return f"the episode of this key has ended: {reason}; a request after its end would belong to no episode"

@@ -21,6 +21,7 @@ from .parameters import (
     Text,
     ToolName,
     arguments_of,
+    as_tools,
     ignored,
     refused,
 )
@@ -89,7 +90,6 @@ class MessagesBody(Body):
         None, description="Not supported: set data.chat_template_kwargs of the run, as its template needs."
     )
     service_tier: Any = ignored("all requests are served alike.")
-    container: None = refused("Not supported. Leave it out.")
     context_management: None = refused("Not supported: nothing is cut.")
     mcp_servers: None = refused("Not supported: give the policy tools.")
     output_config: None = refused("Not supported: no grammar constrains the tokens. Leave it out.")
@@ -102,15 +102,9 @@ class MessagesBody(Body):
             {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
             for tool in tools
         ]
-        return Ask(
-            sampling=self._sampling(
-                defaults, max_tokens=self.max_tokens, stop=self.stop_sequences and tuple(self.stop_sequences)
-            ),
-            messages=start + [each for message in self.messages for each in _messages(message)],
-            tools=functions and [{"type": "function", "function": function} for function in functions],
-            stream=bool(self.stream),
-            ids=bool(self.return_token_ids),
-        )
+        given = {"max_tokens": self.max_tokens, "stop": self.stop_sequences and tuple(self.stop_sequences)}
+        messages = start + [each for message in self.messages for each in _messages(message)]
+        return self._ask(defaults, given, messages=messages, tools=as_tools(functions))
 
 
 def _joined(blocks: Sequence[Any]) -> str:
@@ -127,19 +121,13 @@ def _messages(message: _AnthropicMessage) -> Iterator[dict[str, Any]]:
     results = [block for block in content if block["type"] == "tool_result"]
     for block in results:
         inner = block.get("content") or ""
-        yield {
-            "role": "tool",
-            "tool_call_id": block["tool_use_id"],
-            "content": inner if isinstance(inner, str) else _joined(inner),
-        }
+        text_of_result = inner if isinstance(inner, str) else _joined(inner)
+        yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text_of_result}
+    used = [block for block in content if block["type"] == "tool_use"]
+    functions = [{"name": block["name"], "arguments": json.dumps(block["input"])} for block in used]
     calls = [
-        {
-            "id": block["id"],
-            "type": "function",
-            "function": {"name": block["name"], "arguments": json.dumps(block["input"])},
-        }
-        for block in content
-        if block["type"] == "tool_use"
+        {"id": block["id"], "type": "function", "function": function}
+        for block, function in zip(used, functions, strict=True)
     ]
     thinking = "".join(block["thinking"] for block in content if block["type"] == "thinking")
     if text or calls or thinking or not results:
@@ -158,15 +146,8 @@ def messages_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[
     if message.get("content") or not calls:
         content.append({"type": "text", "text": message.get("content") or "", "citations": None})
     for call in calls:
-        function = call["function"]
-        content.append(
-            {
-                "type": "tool_use",
-                "id": call["id"],
-                "name": function["name"],
-                "input": arguments_of(function["arguments"]),
-            }
-        )
+        name, arguments = call["function"]["name"], arguments_of(call["function"]["arguments"])
+        content.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     stop = choice.generation.stop
     reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(finish_reason(choice), "end_turn")
     return {
@@ -177,10 +158,7 @@ def messages_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[
         "content": content,
         "stop_reason": "stop_sequence" if stop is not None and reason == "end_turn" else reason,
         "stop_sequence": stop,
-        "usage": {
-            "input_tokens": int(choice.prompt_ids.size),
-            "output_tokens": int(choice.generation.token_ids.size),
-        },
+        "usage": {"input_tokens": choice.prompt_ids.size, "output_tokens": choice.generation.token_ids.size},
         **tokens_of(ask, choice),
     }
 

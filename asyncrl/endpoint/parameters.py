@@ -6,6 +6,7 @@ The models validate bodies and make the OpenAPI document, so both say the same. 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -139,6 +140,10 @@ _Biases = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias], Field(json_schema_extra={"additionalProperties": False})
 ]
 
+# Parameters that have the same name and type in `SamplingParams`.
+_PLAIN = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos")
+_PLAIN += ("frequency_penalty", "presence_penalty", "repetition_penalty")
+
 
 class Body(BaseModel):
     """Parameters that the routes have in common."""
@@ -155,23 +160,15 @@ class Body(BaseModel):
     top_k: int | None = Field(None, ge=0, le=1 << 30)
     metadata: Any = ignored("nothing is stored.")
 
-    def _sampling(self, defaults: SamplingParams, **further: Any) -> SamplingParams:
-        names = (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "frequency_penalty",
-            "presence_penalty",
-            "repetition_penalty",
-            "min_tokens",
-        )
-        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
-        given |= {name: value for name, value in further.items() if value is not None}
-        if "max_tokens" in given:
-            given["max_tokens"] = min(given["max_tokens"], defaults.max_tokens)
-        sampling = replace(defaults, **given)
-        return replace(sampling, min_tokens=min(sampling.min_tokens, sampling.max_tokens))
+    def _ask(self, defaults: SamplingParams, given: Mapping[str, Any], **further: Any) -> Ask:
+        """The request. `given`: parameters that have another name or type in `SamplingParams`. `further`: fields of `Ask`."""
+        named = {name: getattr(self, name, None) for name in _PLAIN} | dict(given)
+        named = {name: value for name, value in named.items() if value is not None}
+        if "max_tokens" in named:
+            named["max_tokens"] = min(named["max_tokens"], defaults.max_tokens)
+        sampling = replace(defaults, **named)
+        sampling = replace(sampling, min_tokens=min(sampling.min_tokens, sampling.max_tokens))
+        return Ask(**{"sampling": sampling, "stream": bool(self.stream), "ids": bool(self.return_token_ids), **further})
 
 
 class OpenAiBody(Body):
@@ -202,20 +199,16 @@ class PenaltiesBody(OpenAiBody):
     stream_options: _StreamOptions | None = None
     skip_special_tokens: Any = ignored("the text has no control tokens; the token ids include them.")
 
-    def _ask(self, defaults: SamplingParams, max_tokens: int | None, **further: Any) -> Ask:
+    def _complete(self, defaults: SamplingParams, max_tokens: int | None, **further: Any) -> Ask:
         """The request. `further`: fields of `Ask` that differ between these routes."""
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop)
-        sampling = self._sampling(
-            defaults,
-            max_tokens=max_tokens,
-            stop=stop,
-            stop_token_ids=self.stop_token_ids and tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            logit_bias=self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
-        )
-        stream, ids = bool(self.stream), bool(self.return_token_ids)
+        given = {
+            "max_tokens": max_tokens,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
+            "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
+            "logit_bias": self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
+        }
         usage = bool(self.stream_options and self.stream_options.get("include_usage"))
-        return Ask(**{"sampling": sampling, "n": self.n or 1, "stream": stream, "usage": usage, "ids": ids, **further})
+        return self._ask(defaults, given, n=self.n or 1, usage=usage, **further)
 
 
 class ChatBody(PenaltiesBody):
@@ -232,16 +225,14 @@ class ChatBody(PenaltiesBody):
     modalities: list[Literal["text"]] | None = None
     functions: None = refused("Not supported: use tools.")
     audio: None = refused("Not supported: models are trained on text alone.")
-    prediction: None = refused("Not supported. Leave it out.")
     reasoning_effort: None = refused("Not supported: set data.chat_template_kwargs of the run, as its template needs.")
-    verbosity: None = refused("Not supported. Leave it out.")
     web_search_options: None = refused("Not supported: give the policy a tool.")
     chat_template_kwargs: None = refused("Not supported: set data.chat_template_kwargs of the run.")
 
     def ask(self, defaults: SamplingParams) -> Ask:
         max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         tools: Any = [] if self.tool_choice == "none" else self.tools
-        return self._ask(defaults, max_tokens, messages=self.messages, tools=tools, logprobs=bool(self.logprobs))
+        return self._complete(defaults, max_tokens, messages=self.messages, tools=tools, logprobs=bool(self.logprobs))
 
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -254,14 +245,13 @@ class CompletionsBody(PenaltiesBody):
     prompt: Prompt | Ids | Annotated[list[Prompt | Ids], Field(min_length=1, max_length=MOST_CHOICES)]
     logprobs: int | None = Field(None, ge=0, le=0, description=SAMPLED_ALONE)
     echo: OnlyFalse | None = None
-    suffix: None = refused("Not supported. Leave it out.")
     best_of: None = refused("Not supported: use n.")
     response_format: PlainFormat | None = Field(None, description=GRAMMAR)
 
     def ask(self, defaults: SamplingParams) -> Ask:
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         prompts = self.prompt if several else [self.prompt]
-        return self._ask(defaults, self.max_tokens, prompts=prompts, logprobs=self.logprobs is not None)
+        return self._complete(defaults, self.max_tokens, prompts=prompts, logprobs=self.logprobs is not None)
 
 
 class GenerateParameters(PenaltiesBody):
@@ -297,7 +287,7 @@ class GenerateBody(BaseModel):
 
     def ask(self, defaults: SamplingParams) -> Ask:
         given = self.sampling_params
-        return given._ask(defaults, given.max_tokens, prompts=[self.token_ids], logprobs=True, ids=True, stream=False)
+        return given._complete(defaults, given.max_tokens, prompts=[self.token_ids], logprobs=True, ids=True)
 
 
 def describe(error: ValidationError, body: type[BaseModel]) -> tuple[str, str]:
@@ -325,6 +315,11 @@ def with_integers(value: Any) -> Any:
     if isinstance(value, list):
         return [with_integers(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def as_tools(functions: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Functions as tools in OpenAI's form."""
+    return functions and [{"type": "function", "function": function} for function in functions]
 
 
 def arguments_of(text: str) -> dict[str, Any]:

@@ -42,14 +42,8 @@ def event(value: Any, name: str = "") -> bytes:
 def version_runs(generation: Generation) -> list[list[int]]:
     """The policy version of each token, as runs [version, number of tokens]."""
     versions = generation.versions
-    if not versions.size:
-        return []
-    # A quick way for nearly all answers. Versions never decrease, so equal ends mean that all versions are equal.
-    if versions[0] == versions[-1]:
-        return [[int(versions[0]), int(versions.size)]]
-    starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
-    lengths = np.diff(starts, append=versions.size)
-    return [[int(versions[start]), int(length)] for start, length in zip(starts, lengths, strict=True)]
+    starts = np.flatnonzero(np.diff(versions, prepend=-2))
+    return np.stack([versions[starts], np.diff(starts, append=versions.size)], axis=1).tolist()  # type: ignore[no-any-return]  # lists
 
 
 def logprob_content(choice: ChatAnswer) -> dict[str, Any]:
@@ -126,20 +120,12 @@ def text_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
     several = len(ask.prompts) > 1
     found = []
     for number, choice in enumerate(choices):
-        fields: dict[str, Any] = {
-            "index": number,
-            "text": choice.message["content"],
-            "finish_reason": finish_reason(choice),
-            "logprobs": None,
-        }
+        text = choice.message["content"]
+        fields = {"index": number, "text": text, "finish_reason": finish_reason(choice), "logprobs": None}
         if ask.logprobs:
             tokens = [f"token_id:{token}" for token in choice.generation.token_ids.tolist()]
-            fields["logprobs"] = {
-                "tokens": tokens,
-                "token_logprobs": choice.generation.logprobs,
-                "top_logprobs": None,
-                "text_offset": [],
-            }
+            given = {"tokens": tokens, "token_logprobs": choice.generation.logprobs}
+            fields["logprobs"] = given | {"top_logprobs": None, "text_offset": []}
         if ask.ids and several:
             fields["prompt_token_ids"] = choice.prompt_ids
         found.append(fields | _shared(ask, choice))

@@ -22,6 +22,7 @@ from .parameters import (
     OpenAiBody,
     PlainFormat,
     ToolName,
+    as_tools,
     refused,
 )
 from .replies import event, finish_reason, identifier, logprob_content, now, tokens_of
@@ -103,23 +104,18 @@ class ResponsesBody(OpenAiBody):
     previous_response_id: None = refused("Not supported: nothing is stored. Send the whole conversation as input.")
     conversation: None = refused("Not supported: nothing is stored. Send the whole conversation as input.")
     prompt: None = refused("Not supported: nothing is stored. Send instructions and input.")
-    max_tool_calls: None = refused("Not supported. Leave it out.")
-    seed: None = refused("Not supported. Leave it out.")
 
     def ask(self, defaults: SamplingParams) -> Ask:
-        items: list[Any] = (
-            [{"role": "user", "content": self.input}] if isinstance(self.input, str) else list(self.input)
-        )
+        items: Any = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         start: Messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tools: Any = [] if self.tool_choice == "none" else self.tools
         functions = tools and [{k: v for k, v in tool.items() if k != "type"} for tool in tools]
-        return Ask(
-            sampling=self._sampling(defaults, max_tokens=self.max_output_tokens),
+        return self._ask(
+            defaults,
+            {"max_tokens": self.max_output_tokens},
             messages=start + _messages(items),
-            tools=functions and [{"type": "function", "function": function} for function in functions],
-            stream=bool(self.stream),
+            tools=as_tools(functions),
             logprobs="message.output_text.logprobs" in (self.include or ()),
-            ids=bool(self.return_token_ids),
         )
 
 
@@ -174,19 +170,11 @@ def responses_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict
     if message.get("content") or not calls:
         logprobs = logprob_content(choice)["content"] if ask.logprobs else []
         part = {"type": "output_text", "text": message.get("content") or "", "annotations": [], "logprobs": logprobs}
-        output.append(
-            {"id": identifier("msg"), "type": "message", "role": "assistant", "status": status, "content": [part]}
-        )
+        head = {"id": identifier("msg"), "type": "message", "role": "assistant", "status": status}
+        output.append(head | {"content": [part]})
     for call in calls:
-        output.append(
-            {
-                "id": identifier("fc"),
-                "type": "function_call",
-                "call_id": call["id"],
-                "status": "completed",
-                **call["function"],
-            }
-        )
+        head = {"id": identifier("fc"), "type": "function_call", "call_id": call["id"], "status": "completed"}
+        output.append(head | call["function"])
     size, sampled = int(choice.prompt_ids.size), int(choice.generation.token_ids.size)
     return {
         "id": identifier("resp"),

@@ -133,7 +133,7 @@ async def _environment_and_rewards(
         run.endpoint = await run.stack.enter_async_context(lazy_endpoint(run.config, run.agents, engine.generate))
         if any(function.asks_policy for function in pool.functions):
             # One key of the endpoint allows only 256 open requests, so calls use eight keys in turn.
-            pool.open_endpoint = cycle([run.endpoint.open_untrained() for _ in range(8)]).__next__
+            pool.open_endpoint = cycle([run.endpoint.open(None) for _ in range(8)]).__next__
     roles, expected = run.world.roles, _configured_weights(run)
     if not set(roles.train) <= set(roles.generate) and expected.keys() != reward.weights.keys():
         raise ConfigError(

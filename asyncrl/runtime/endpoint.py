@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LazyEndpoint:
-    """The endpoint of a run, which does not exist until `open` or `open_untrained` is called."""
+    """The endpoint of a run, which does not exist until `open` is called."""
 
     def __init__(self, config: Config, agents: Agents, generate: Generate) -> None:
         self._config, self._agents, self._generate = config, agents, generate
@@ -29,13 +29,13 @@ class LazyEndpoint:
         self._untrained_sessions = 0
         self._listening = anyio.Event()
 
-    def open(self, session: Session, branch: str) -> tuple[str, str]:
-        """(base URL, key) for an episode. Errors: ConfigError without the extra, or if the endpoint cannot listen."""
-        return self._start_serving(self._get_or_create().open(session, branch))
-
-    def open_untrained(self) -> tuple[str, str]:
-        """(base URL, key) for requests that belong to no episode and are not trained."""
-        return self._start_serving(self._get_or_create().open_untrained())
+    def open(self, session: Session | None, branch: str = "") -> tuple[str, str]:
+        """(base URL, key) for an episode; None: for requests of no episode, which are not trained. Errors: ConfigError without the
+        extra, or if the endpoint cannot listen."""
+        address = self._get_or_create().open(session, branch)
+        # So an error of listening fails only this call, not the run.
+        self._listening.set()
+        return address
 
     def end(self, session: Session) -> None:
         """The episode has ended."""
@@ -62,11 +62,6 @@ class LazyEndpoint:
             seed=agents.seed,
             limits=agents.limits,
         )
-
-    def _start_serving(self, address: tuple[str, str]) -> tuple[str, str]:
-        # Called after the endpoint listens. So an error of listening fails only the call of `open`, not the run.
-        self._listening.set()
-        return address
 
     def _get_or_create(self) -> Endpoint:
         if self._endpoint is None:

@@ -311,7 +311,7 @@ class Runtime:
         run = self._require_open("endpoint")
         run.own_agents()
         assert run.endpoint is not None
-        return run.endpoint.open_untrained()
+        return run.endpoint.open(None)
 
     async def submit(
         self,

@@ -88,7 +88,7 @@ async def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     python = interpreter("schemathesis")
     async with opened(alternating(100_000), max_context=1 << 20) as o:
         # Of no episode, because an episode has one temperature, which no schema can say.
-        _, key = o.endpoint.open_untrained()
+        _, key = o.endpoint.open(None)
         command = [str(Path(python).with_name("schemathesis")), "run", f"{o.origin}/openapi.json"]
         command += [
             "-H",

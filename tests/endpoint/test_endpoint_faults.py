@@ -139,12 +139,12 @@ async def test_a_key_ends_with_its_episode() -> None:
 
         tasks.start_soon(ask)
         await held.asked.wait()
-        o.endpoint.end(o.session, "its tool raised KeyError")
+        o.endpoint.end(o.session)
         await until(lambda: found)
-        assert found[0][0] == 401 and "its tool raised KeyError" in found[0][1]["error"]["message"]
+        assert found[0][0] == 401 and "the episode of this key has ended" in found[0][1]["error"]["message"]
         assert held.running == 0 and o.session.turns == 0
         status, reply = await o.post(CHAT, ASK)
-        assert status == 401 and "its tool raised KeyError" in reply["error"]["message"]
+        assert status == 401 and "the episode of this key has ended" in reply["error"]["message"]
         status, reply = await o.post("/v1/messages", ASK)
         assert status == 401 and reply["type"] == "error" and reply["error"]["type"] == "authentication_error"
         o.endpoint.end(o.session)
