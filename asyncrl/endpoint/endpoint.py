@@ -97,7 +97,7 @@ class Endpoint:
     ) -> None:
         """`untrained_session`: makes a session for a request of no episode. `max_context`: most tokens of request and reply."""
         self._keys = EpisodeKeys(address)
-        self._model, self._max_context, self._count, self._held = model, max_context, count, 0
+        self._model, self._max_context, self._count, self._held_bytes = model, max_context, count, 0
         self._untrained_session = untrained_session
         routes: dict[tuple[str, str], Handler] = {
             ("POST", path): partial(self._answer, path, route) for path, route in ROUTES.items()
@@ -150,8 +150,8 @@ class Endpoint:
         def count(size: int) -> None:
             nonlocal held
             held += size
-            self._held += size
-            if self._held > MOST_HELD_BYTES:
+            self._held_bytes += size
+            if self._held_bytes > MOST_HELD_BYTES:
                 raise Refused(429, "too many large requests are being received; try again later")
 
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -159,7 +159,7 @@ class Endpoint:
         try:
             return await receive(request, MOST_BODY_BYTES, count)
         finally:
-            self._held -= held
+            self._held_bytes -= held
 
     def _read(self, kind: type[BaseModel], body: bytearray, session: Session) -> Ask:
         try:
@@ -228,7 +228,8 @@ class Endpoint:
         episode.answering.append(answers)
         try:
             prompts = [
-                session.encode(each) if isinstance(each, str) else np.array(each, np.int32) for each in ask.prompts
+                session.format.encode(each) if isinstance(each, str) else np.array(each, np.int32)
+                for each in ask.prompts
             ]
 
             async def sample(number: int) -> None:
@@ -300,7 +301,7 @@ def text_of(session: Session, generation: Generation) -> str:
     ids, stop = generation.token_ids, generation.stop
     if generation.finish_reason is FinishReason.STOP and stop is None:
         ids = ids[:-1]
-    text = session.decode(ids)
+    text = session.format.decode(ids)
     return text if stop is None or stop not in text else text[: text.rindex(stop)]
 
 

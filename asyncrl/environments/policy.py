@@ -111,7 +111,7 @@ class AgentPolicy:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, such as a tool's result. Control tokens in the text are encoded as plain text."""
-        return list(map(int, self._session.encode(text)))
+        return list(map(int, self._session.format.encode(text)))
 
     def branch(self, name: str | None = None) -> AgentPolicy:
         """A policy for a sub-agent or a parallel try, with random numbers of its own. The tokens belong to this episode. `name`:

@@ -187,7 +187,6 @@ class Session:
         self._request_ended = anyio.Event()  # set when a running request ends
         # In the order in which the replies arrived.
         self._answered: list[_AnsweredRequest] = []
-        self._complete = True  # the tree has no forgotten reply
         self._requests = itertools.count()
         self._temperature: float | None = None
 
@@ -201,20 +200,8 @@ class Session:
         """Number of replies so far that have at least one token."""
         return sum(request.generation.token_ids.size > 0 for request in self._answered)
 
-    def encode(self, text: str) -> Int32Array:
-        """Token ids [P] of a text. Control tokens in the text are encoded as plain text."""
-        return self.format.encode(text)
-
-    def decode(self, ids: Int32Array) -> str:
-        """The text of token ids, with control tokens."""
-        return self.format.decode(ids)
-
     async def sample(
-        self,
-        prompt_ids: Int32Array | Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        branch: str = "",
+        self, prompt_ids: Int32Array | Sequence[int], sampling: SamplingParams | None = None, *, branch: str = ""
     ) -> Generation:
         """Sample a reply to the tokens [P]. `branch`: the name of a parallel branch, which gets random numbers of its own.
 
@@ -224,12 +211,7 @@ class Session:
         return (await self._sample(np.asarray(prompt_ids, np.int32), sampling or self.sampling, branch))[0]
 
     async def chat(
-        self,
-        messages: Any,
-        tools: Any = None,
-        sampling: SamplingParams | None = None,
-        *,
-        branch: str = "",
+        self, messages: Any, tools: Any = None, sampling: SamplingParams | None = None, *, branch: str = ""
     ) -> ChatAnswer:
         """The reply to a conversation in OpenAI's form. See `sample`. `tools`: None means the tools of the row (`Chat.tools`).
 
@@ -274,19 +256,14 @@ class Session:
             sampled_logprobs=tokens["filtered"].copy(),
             versions=tokens["version"].copy(),
             temperature=self.sampling.temperature if self._temperature is None else self._temperature,
-            finish_reason=self._last.finish_reason,
+            finish_reason=max(self._answered).generation.finish_reason,
             completion=self._completion(tree),
             reward=reward,
-            routed_experts=None if tree.routes is None else tree.routes.copy(),
+            routed_experts=tree.routes,
             branches=np.array(tree.segments[1:], np.int32) if len(tree.segments) > 1 else None,
             turns=np.array(tree.replies, np.int32) if len(tree.replies) > 1 else None,
             turn_rewards=None if turn_rewards is None else tuple(map(float, turn_rewards)),
         )
-
-    @property
-    def _last(self) -> Generation:
-        """The reply to the newest request that has one."""
-        return max(self._answered).generation
 
     def forget(self, generation: Generation) -> None:
         """Remove a reply that no client got, unless another request continues the reply. Call after the last request."""
@@ -294,15 +271,12 @@ class Session:
             if all(other.through != request.end for other in self._answered):
                 self._answered.remove(request)
                 self._exchanges = [exchange for exchange in self._exchanges if exchange[2] != request.end]
-                self._complete = False
 
     def _in_order(self) -> TokenTree:
-        """The tree as if replies had arrived in the order of their requests. It must not depend on the speed of branches."""
-        old, requests = self._tree, sorted(self._answered)
-        if self._complete and requests == self._answered:
-            return old
-        tree, end_of = TokenTree(), {-1: -1}
-        for each in requests:
+        """The tree as if replies had arrived in the order of their requests: it must not depend on the speed of branches. Forgotten
+        replies are left out."""
+        old, tree, end_of = self._tree, TokenTree(), {-1: -1}
+        for each in sorted(self._answered):
             path = old.path(each.end)
             prompt, reply = np.split(old.tokens[path], [path.size - each.generation.token_ids.size])
             columns = reply["id"], reply["logprob"], reply["filtered"], reply["version"]
@@ -458,7 +432,7 @@ class Session:
         if not self._exchanges:
             path = tree.path(tree.tokens.size - 1)
             ids = tree.tokens["id"][path[path >= tree.prompt_length]]
-            return self.format.decode(ids[: ids.size - self.format.has_ended(self._last)])
+            return self.format.decode(ids[: ids.size - self.format.has_ended(max(self._answered).generation)])
         number_of = {request.end: request.number for request in self._answered}
         exchanges = sorted(self._exchanges, key=lambda exchange: number_of[exchange[2]])
         first, last = exchanges[0][0], exchanges[-1][0]

@@ -185,9 +185,9 @@ class RewardPool:
         try:
             self._notify()
             for process in self._alive:
-                if process.usable and process.serving and not process.calls:
+                if process.serving and not process.hung_up and not process.calls:
                     process.hang_up()
-                elif process.usable:
+                elif not process.hung_up:
                     # The callers of this worker then raise LifecycleError.
                     process.kill()
             if self._tasks is not None:
@@ -294,14 +294,14 @@ class RewardPool:
         self._changed = anyio.Event()
 
     def _with_room(self, call: RewardCall) -> RewardWorker | None:
-        """The usable worker with the fewest calls. A worker that ended while it was idle is not usable."""
+        """The worker with the fewest calls, of those with room."""
         # A blocking call stops the coroutines of its worker, so their number does not matter.
         most_running = math.inf if call.alone else max(0, self._concurrency - call.size)
         fit = [
             process
             for process in self._alive
             if process.serving
-            and process.usable
+            and not process.hung_up
             and (not process.calls or sum(c.size for c in process.calls) <= most_running)
             and not any(c.alone for c in process.calls)
         ]
@@ -309,7 +309,7 @@ class RewardPool:
 
     def _release(self, process: RewardWorker, call: RewardCall) -> None:
         process.calls.discard(call)
-        if not process.serving and not process.calls and process.usable:
+        if not process.serving and not process.calls and not process.hung_up:
             process.hang_up()
         self._notify()
 

@@ -72,9 +72,7 @@ class RewardWorker:
         self.grown = 0
         # The worker's number in the pool. A successor gets the number of the worker that it replaces.
         self.slot = 0
-        # Whether the worker may take another request.
-        self.usable = True
-        # The worker closed its end of the channel. The guard may still be killing the worker and its processes.
+        # The channel is closed, so the worker takes no requests. The guard may still be killing the worker and its processes.
         self.hung_up = False
         # True while the pool gives calls to the worker: its functions are loaded, and it is not worn.
         self.serving = False
@@ -144,12 +142,11 @@ class RewardWorker:
 
     def hang_up(self) -> None:
         """Close the channel, which ends an idle worker. A worker that does not end is killed."""
-        self.usable = False
+        self._on_hang_up()
         self._child.hang_up(_LEAVE_GRACE_S)
 
     def kill(self) -> None:
         """Make the guard kill the worker and every process of the worker. A second call does nothing."""
-        self.usable = False
         self._child.kill()
         self._on_hang_up()
 
@@ -172,7 +169,7 @@ class RewardWorker:
     def _on_hang_up(self) -> None:
         if self.hung_up:
             return
-        self.hung_up, self.usable, self.died_with = True, False, frozenset(self.calls)
+        self.hung_up, self.died_with = True, frozenset(self.calls)
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_result(None)

@@ -115,7 +115,7 @@ async def test_garbage_is_refused_with_a_reason(body: bytes, code: int, word: st
         async with o.http.post(o.origin + CHAT, data=io.BytesIO(body), headers=headers) as reply:
             found = await reply.json()
             assert reply.status == code and word in found["error"]["message"], found
-        assert o.session.turns == 0 and not o.endpoint._held
+        assert o.session.turns == 0 and not o.endpoint._held_bytes
 
 
 async def test_methods_and_paths() -> None:
@@ -266,7 +266,7 @@ async def test_slow_bodies_and_too_many_requests(monkeypatch: pytest.MonkeyPatch
         async with o.http.post(o.origin + CHAT, data=slow(), headers=headers) as reply:
             assert reply.status == 408 and "too slow" in (await reply.json())["error"]["message"]
         monkeypatch.setattr(module, "MOST_HELD_BYTES", 10)
-        assert (await o.post(CHAT, ASK))[0] == 429 and not o.endpoint._held
+        assert (await o.post(CHAT, ASK))[0] == 429 and not o.endpoint._held_bytes
         tasks.cancel_scope.cancel()
 
 

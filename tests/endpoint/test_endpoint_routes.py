@@ -119,7 +119,7 @@ async def test_logprobs_are_those_of_the_tokens_byte_for_byte() -> None:
         assert np.array([each["logprob"] for each in content], np.float32).tolist() == generation.logprobs.tolist()
         assert "token_ids" not in reply["choices"][0]
 
-        prompt = o.session.encode("Is it").tolist()
+        prompt = o.session.format.encode("Is it").tolist()
         status, reply = await o.post(
             "/inference/v1/generate", {"token_ids": prompt, "sampling_params": {"logprobs": 1}}
         )
@@ -137,7 +137,9 @@ async def test_several_choices_and_prompts() -> None:
         _, reply = await o.post("/v1/chat/completions", ASK | {"n": 3})
         assert [each["index"] for each in reply["choices"]] == [0, 1, 2]
         _, reply = await o.post("/v1/completions", {"prompt": ["x", "y"], "n": 2, "return_token_ids": True})
-        assert [each["prompt_token_ids"] for each in reply["choices"]] == [o.session.encode(t).tolist() for t in "xxyy"]
+        assert [each["prompt_token_ids"] for each in reply["choices"]] == [
+            o.session.format.encode(t).tolist() for t in "xxyy"
+        ]
         assert o.session.turns == 7 and reply["usage"]["prompt_tokens"] == 2
 
 
