@@ -26,8 +26,8 @@ Guarantees
   while it waits takes no worker.
 * All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. If a
   successor dies or takes too long before it has loaded the functions, another one is started, `MOST_STARTS` in all.
-* A worker is worn when it gained `max_mib` of memory or had `max_calls` calls. It takes no more calls, and ends after its running
-  calls. Then its successor starts.
+* A worker is worn when it gained `worker_max_mib` of memory or had `worker_max_calls` calls. It takes no more calls, and ends after
+  its running calls. Then its successor starts. The metric `reward/workers_recycled` counts worn workers.
 * Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with it, even if this
   process is killed (concurrency/guard.py).
 
@@ -44,7 +44,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -71,8 +71,6 @@ _LONGEST_BACKOFF_S = 60.0
 _START_RETRY_S = 1.0
 _MOST_NAMED = 4  # calls that a message about a crash names
 
-OnError: TypeAlias = Literal["fail", "none", "zero"]
-
 
 def configured_rewards(config: RewardConfig, functions: Sequence[RewardSpec] = ()) -> list[RewardSpec]:
     """The configured functions and judges. `functions`, if not empty, replace the configured functions. Errors: ConfigError."""
@@ -88,35 +86,15 @@ def configured_rewards(config: RewardConfig, functions: Sequence[RewardSpec] = (
 
 
 class RewardPool:
-    """See the module docstring. `timeout_s` is the deadline of one call of a function, in seconds.
-
-    `on_error` decides what happens if a function raises, crashes or misses its deadline. `fail` raises. `none` and `zero` log the
-    error, count it as `reward/{fn}/errors`, and set the component to "not applicable" or to 0. A worker is replaced after it gained
-    `max_mib` of memory or had `max_calls` calls (None: no limit); `reward/workers_recycled` counts the replacements.
-    `concurrency` and `retries` apply to `async def` functions: completions at a time in one worker, and tries after a failed try.
-    """
+    """See the module docstring. The metric `reward/{fn}/errors` counts calls that failed and did not end the run."""
 
     def __init__(
-        self,
-        functions: Sequence[RewardSpec],
-        workers: int = 1,
-        timeout_s: float = 30.0,
-        on_error: OnError = "fail",
-        recorder: Recorder | None = None,
-        max_mib: int | None = None,
-        max_calls: int | None = None,
-        concurrency: int = 512,
-        retries: int = 0,
+        self, config: RewardConfig, recorder: Recorder | None = None, functions: Sequence[RewardSpec] = ()
     ) -> None:
-        self._specs = tuple(functions)
-        self._workers = workers
-        self._timeout_s = timeout_s
-        self._on_error = on_error
+        """`functions`, if not empty, replace the functions of `config`. Errors: ConfigError."""
+        self._config = config
+        self._specs = configured_rewards(config, functions)
         self._recorder = recorder if recorder is not None else Recorder(max_events=0, nvtx=False)
-        self._max_mib = max_mib
-        self._max_calls = max_calls
-        self._concurrency = concurrency
-        self._retries = retries
         self._jitter = random.Random()  # not Python's global one, which a user may seed
         # Callers wait here for a worker, in order.
         self._coroutine_turn, self._blocking_turn = anyio.Lock(), anyio.Lock()
@@ -135,18 +113,10 @@ class RewardPool:
         self._broken: AsyncrlError | None = None  # why dead workers cannot be replaced
         self._tasks: TaskGroup | None = None
 
-    @classmethod
-    def from_config(
-        cls, config: RewardConfig, recorder: Recorder | None = None, functions: Sequence[RewardSpec] = ()
-    ) -> RewardPool:
-        """`functions`, if not empty, replace the functions of the configuration."""
-        specs = configured_rewards(config, functions)
-        limits = (config.worker_max_mib, config.worker_max_calls, config.concurrency, config.retries)
-        return cls(specs, config.workers, config.timeout_s, config.on_error, recorder, *limits)
-
     def calls_at_once(self, size: int) -> int:
         """How many calls with `size` completions may run at a time; known once the pool is open."""
-        return self._workers * (max(1, self._concurrency // size) if any(f.asynchronous for f in self.functions) else 1)
+        in_worker = max(1, self._config.concurrency // size) if any(f.asynchronous for f in self.functions) else 1
+        return self._config.workers * in_worker
 
     # ---- life
 
@@ -171,7 +141,7 @@ class RewardPool:
     async def _start_all(self) -> None:
         # The first error cancels the other starts: they would fail in the same way.
         async with plain_task_group() as starters:
-            for _ in range(self._workers):
+            for _ in range(self._config.workers):
                 starters.start_soon(self._start)
         for name in (names := [function.name for function in self.functions]):
             if names.count(name) > 1:
@@ -238,14 +208,15 @@ class RewardPool:
 
     def _check_wear(self, process: RewardWorker) -> None:
         """Give a worn worker no more calls. `_release` then ends the worker."""
-        leaked = self._max_mib is not None and process.grown > self._max_mib << 20
-        has_served = self._max_calls is not None and process.calls_ended >= self._max_calls
+        max_mib, max_calls = self._config.worker_max_mib, self._config.worker_max_calls
+        leaked = max_mib is not None and process.grown > max_mib << 20
+        has_served = max_calls is not None and process.calls_ended >= max_calls
         if not process.serving or not (leaked or has_served):
             return
         if leaked:
             logger.warning(
                 "reward worker %d has gained %d MiB since the first calls of its functions, more than reward.worker_max_mib = %s; "
-                "it is replaced", process.pid, process.grown >> 20, self._max_mib
+                "it is replaced", process.pid, process.grown >> 20, max_mib
             )  # fmt: skip
         process.serving = False
         self._recorder.count("reward/workers_recycled")
@@ -296,7 +267,7 @@ class RewardPool:
     def _with_room(self, call: RewardCall) -> RewardWorker | None:
         """The worker with the fewest calls, of those with room."""
         # A blocking call stops the coroutines of its worker, so their number does not matter.
-        most_running = math.inf if call.alone else max(0, self._concurrency - call.size)
+        most_running = math.inf if call.alone else max(0, self._config.concurrency - call.size)
         fit = [
             process
             for process in self._alive
@@ -371,11 +342,11 @@ class RewardPool:
                 f"None, or mappings with {', '.join(map(repr, function.spec.components or ['score']))}"
             )
         except RewardError as error:
-            if self._on_error == "fail" or self._broken is not None:
+            if self._config.on_error == "fail" or self._broken is not None:
                 raise
-            logger.warning("%s; counted as %s", error, "not applicable" if self._on_error == "none" else "0")
+            default = None if self._config.on_error == "none" else 0.0
+            logger.warning("%s; counted as %s", error, "not applicable" if default is None else "0")
             self._recorder.count(f"reward/{function.name}/errors")
-            default = None if self._on_error == "none" else 0.0
             if answer is None:
                 size, count = len(members), len(function.spec.components) or 1
                 return Answer([[default] * size for _ in range(count)], [[None] * size] * count)
@@ -391,11 +362,11 @@ class RewardPool:
             try:
                 return await self._try_once(function, group_id, request)
             except RewardError as error:
-                if not function.asynchronous or tries == self._retries or self._broken is not None:
+                if not function.asynchronous or tries == self._config.retries or self._broken is not None:
                     raise
                 pause = min(2.0**tries, _LONGEST_BACKOFF_S) * self._jitter.uniform(0.5, 1.0)
                 tries += 1
-                logger.warning("%s; try %d of %d follows in %.1f s", error, tries, self._retries, pause)
+                logger.warning("%s; try %d of %d follows in %.1f s", error, tries, self._config.retries, pause)
             self._recorder.count(f"reward/{function.name}/retries")
             with self._recorder.wait(who, what, on="its next try", cause="reward"):
                 await anyio.sleep(pause)
@@ -436,7 +407,7 @@ class RewardPool:
         """Send the call to this worker, release the worker, and return the answer. Errors: WorkerDiedError, RewardError."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
         number: int | None = None
-        limit_s = function.spec.timeout_s or self._timeout_s
+        limit_s = function.spec.timeout_s or self._config.timeout_s
         try:
             with (
                 self._recorder.wait(who, what, on=f"reward worker {process.pid}", cause="reward"),

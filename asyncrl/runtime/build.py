@@ -228,7 +228,7 @@ def _limits(run: OpenRun) -> Limits:
 
 
 def _reward_functions(run: OpenRun) -> RewardPool:
-    pool = RewardPool.from_config(run.config.reward, run.recorder, run.decided.rewards)
+    pool = RewardPool(run.config.reward, run.recorder, run.decided.rewards)
     # Hooks may add columns, so the columns are known only without hooks.
     if run.decided.hooks is None and run.config.hooks is None:
         rows = run.decided.rows

@@ -157,7 +157,7 @@ class Checks:
 
 async def load_rewards(config: Config) -> None:
     """Load the reward functions in a worker, as a run does. Call after `check_inputs`. Errors: ConfigError; as `RewardPool`."""
-    pool = RewardPool.from_config(config.reward.model_copy(update={"workers": 1}))
+    pool = RewardPool(config.reward.model_copy(update={"workers": 1}))
     pool.columns = known_columns(config)
     async with pool:
         check_rewards(config, pool)

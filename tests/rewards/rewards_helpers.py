@@ -7,6 +7,7 @@ import numpy as np
 from support.trajectories import trajectory
 from warm import children
 
+from asyncrl.config.schema import RewardConfig
 from asyncrl.rewards.calls import RewardSpec
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.types import Prompt
@@ -28,9 +29,14 @@ def trajectories(*completions, ids=None):
     ]
 
 
+def pool_of(specs, recorder=None, **settings):
+    """A pool that tries nothing again unless `settings` say so."""
+    return RewardPool(RewardConfig(**{"retries": 0, **settings}), recorder, specs)
+
+
 def pool(*names, **settings):
     """A pool of functions of rewards_functions.py."""
-    return RewardPool([RewardSpec(f"{FILE}:{name}") for name in names], **settings)
+    return pool_of([RewardSpec(f"{FILE}:{name}") for name in names], **settings)
 
 
 def only_worker():

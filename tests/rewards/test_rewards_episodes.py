@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from rewards_helpers import FILE, pool, prompt, trajectories
+from rewards_helpers import FILE, pool, pool_of, prompt, trajectories
 from support.trajectories import trajectory
 
 from asyncrl.config.schema import RewardConfig
@@ -34,7 +34,7 @@ async def test_a_function_sees_replies_tools_and_notes_and_rewards_each_reply():
         episode(1, 1, messages[2:], extras={"own/tries": 0.0, "other": 1}),
     ]
     specs = [RewardSpec(f"{FILE}:of_episodes", weight=0.5), RewardSpec(f"{FILE}:asynchronous")]
-    async with RewardPool(specs) as rewards:
+    async with pool_of(specs) as rewards:
         first, second = await rewards.score(prompt(other=1), given)
     # 0 + 2 calls + 3, and 1 + 2 calls + 3.
     assert (first.turn_rewards, second.turn_rewards) == ((2.5, 3.0), (0.0,))
@@ -84,7 +84,7 @@ def test_a_column_with_the_name_of_such_an_argument_is_refused_where_a_function_
 
 def parts(**settings):
     section = {"function": f"{FILE}:parts", "name": "both", "weight": 2.0, "components": {"a": 1.0, "b": 0.1}}
-    return RewardPool.from_config(RewardConfig(functions=[section], **settings))
+    return RewardPool(RewardConfig(functions=[section], **settings))
 
 
 async def test_the_named_values_of_a_mapping_are_components():
@@ -120,8 +120,8 @@ async def test_a_value_without_them_is_an_error_of_its_completion_alone(text, co
 
 async def test_components_of_two_functions_need_two_names():
     section = {"function": f"{FILE}:parts", "components": {"a": 1.0}}
-    async with RewardPool.from_config(RewardConfig(functions=[section, f"{FILE}:half"])) as rewards:
+    async with RewardPool(RewardConfig(functions=[section, f"{FILE}:half"])) as rewards:
         assert tuple(rewards.weights) == ("parts/a", "half")
     with pytest.raises(ConfigError, match="2 reward functions are named 'parts'"):
-        async with RewardPool.from_config(RewardConfig(functions=[section, section])):
+        async with RewardPool(RewardConfig(functions=[section, section])):
             pass

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from rewards_helpers import prompt, trajectories
+from rewards_helpers import pool_of, prompt, trajectories
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.calls import RewardSpec
 from asyncrl.rewards.forms import UsageError, as_trl, brief
-from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.worker import load_functions
 
 PROGRAM = '''
@@ -73,7 +72,7 @@ def file(tmp_path: Path) -> str:
 
 
 async def scored(address: str, *completions: object, **columns: object) -> list[float | None]:
-    async with RewardPool([RewardSpec(address)]) as rewards:
+    async with pool_of([RewardSpec(address)]) as rewards:
         return [t.reward for t in await rewards.score(prompt(**columns), trajectories(*completions))]
 
 
@@ -91,7 +90,7 @@ async def test_verl_with_its_own_columns(file: str) -> None:
 
 @pytest.mark.parametrize("name", ["parts", "parts_later"])
 async def test_what_verls_dictionary_has_beside_its_score_is_logged(file: str, name: str) -> None:
-    async with RewardPool([RewardSpec(f"{file}:{name}")]) as rewards:
+    async with pool_of([RewardSpec(f"{file}:{name}")]) as rewards:
         scored = await rewards.score(prompt(ground_truth="7"), trajectories("7", "8", "no"))
     assert [t.components for t in scored] == [{name: 1.0}, {name: 0.0}, {name: 0.5}]
     keys = [f"{name}/{key}" for key in ("correct", "said", "near")]

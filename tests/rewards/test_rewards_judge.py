@@ -27,7 +27,7 @@ async def server():
 
 def judged(server, criteria="It is long.", judge=None, **settings):
     section = {"url": server.url, "criteria": criteria, **(judge or {})}
-    return RewardPool.from_config(RewardConfig(judge=section, **settings))
+    return RewardPool(RewardConfig(judge=section, **settings))
 
 
 async def score(pool, *completions, group=0, text="question", **columns):
@@ -66,7 +66,7 @@ async def test_a_judge_as_a_function_gives_the_sum_of_its_criteria(server, tmp_p
     )
     server.answers["ab"] = '{"a": 5, "b": 4}'
     config = RewardConfig(functions=[{"function": f"{tmp_path}/mine.py:mine", "name": "mine"}])
-    async with RewardPool.from_config(config) as pool:
+    async with RewardPool(config) as pool:
         [scored] = await score(pool, "ab", answer="the right one", other="a column that nobody asked for")
         assert scored.components == {"mine": 1.4} and scored.extras["mine/b"] == 0.8
         with pytest.raises(
@@ -103,7 +103,7 @@ async def test_the_key_comes_from_the_environment(server, monkeypatch):
 
 
 async def test_a_judge_asks_the_policy_at_the_address_that_the_run_gives(server):
-    async with RewardPool.from_config(RewardConfig(judge={"url": "policy", "criteria": "It is long."})) as pool:
+    async with RewardPool(RewardConfig(judge={"url": "policy", "criteria": "It is long."})) as pool:
         assert [function.asks_policy for function in pool.functions] == [True]
         pool.open_endpoint = lambda: (server.url, "the key")
         assert [t.components for t in await score(pool, "abc")] == [{"judge": 0.3}]
@@ -149,7 +149,7 @@ async def test_garbage_is_counted_and_costs_no_other_completion_its_score(server
 
     server.answers["bad"] = answer
     config = RewardConfig(judge={"url": server.url, "criteria": "It is long."}, on_error="none", retries=0)
-    async with RewardPool.from_config(config, recorder) as pool:
+    async with RewardPool(config, recorder) as pool:
         bad, good = await score(pool, "bad", "good")
     assert (bad.components, good.components) == ({"judge": None}, {"judge": 0.4})
     assert (bad.extras["judge/garbage"], bad.extras["judge/failures"], good.extras["judge/garbage"]) == (1, 0, 0)
@@ -199,7 +199,7 @@ async def test_a_server_that_is_down_is_named(server):
     async with JudgeServer().serve() as url:
         pass
     config = RewardConfig(judge={"url": url, "criteria": "It is long."}, retries=1)
-    async with RewardPool.from_config(config) as pool:
+    async with RewardPool(config) as pool:
         with pytest.raises(RewardError, match=rf"{url}: ClientConnectorError.*\(request 2\)"):
             await score(pool, "abc")
 

@@ -14,6 +14,7 @@ import pytest
 from rewards_helpers import FILE, prompt, trajectories
 
 from asyncrl.concurrency.lane import ThreadLane
+from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.models import ModelRewards
 from asyncrl.rewards.pool import RewardPool, RewardSpec
@@ -55,7 +56,7 @@ async def rewards(
     lane: ThreadLane, *models: tuple[Letters, float], on_error: Any = "fail", functions: Any = ()
 ) -> AsyncIterator[tuple[ModelRewards, Recorder]]:
     recorder = Recorder(max_events=0, nvtx=False)
-    async with RewardPool(functions, on_error=on_error, recorder=recorder) as pool:
+    async with RewardPool(RewardConfig(on_error=on_error), recorder, functions) as pool:
         yield ModelRewards(pool, models, lane, on_error, recorder), recorder
 
 

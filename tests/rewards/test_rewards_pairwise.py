@@ -5,11 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from rewards_helpers import prompt, trajectories
+from rewards_helpers import pool_of, prompt, trajectories
 from support.judge_server import JudgeServer
 
 from asyncrl.rewards.calls import RewardSpec
-from asyncrl.rewards.pool import RewardPool
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/pairwise.py"
 
@@ -26,7 +25,7 @@ async def test_the_better_of_a_pair_wins_whatever_its_place(monkeypatch: pytest.
     async with server.serve() as url:
         monkeypatch.setenv("JUDGE_URL", url)
         monkeypatch.setenv("JUDGE_MODEL", "m")
-        async with RewardPool([RewardSpec(f"{EXAMPLE}:wins")], timeout_s=60) as pool:
+        async with pool_of([RewardSpec(f"{EXAMPLE}:wins")], timeout_s=60) as pool:
             assert [function.whole_group for function in pool.functions] == [True]
             scored = await pool.score(prompt(), trajectories("aaa", "aaaa", "aa", "a"))
             [alone] = await pool.score(prompt(), trajectories("aaa"))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import rewards_functions
 import torch
-from rewards_helpers import FILE, pool, prompt, score, trajectories
+from rewards_helpers import FILE, pool, pool_of, prompt, score, trajectories
 from warm import children
 
 from asyncrl.concurrency.channel import encode
@@ -39,7 +39,7 @@ async def test_scores_become_components_and_their_weighted_sum():
         RewardSpec(f"{FILE}:odd_only"),
     ]
     given = trajectories("yes", "no!!", ids=[(5, 1), (5, 2)])
-    async with RewardPool(specs, workers=2, recorder=recorder) as rewards:
+    async with pool_of(specs, recorder, workers=2) as rewards:
         assert tuple(rewards.weights) == ("match", "chars", "odd_only")
         scored = await rewards.score(prompt(answer="yes"), given)
     assert [t.components for t in scored] == [
@@ -89,14 +89,14 @@ async def test_a_callable_travels_by_value_or_by_the_name_of_its_module():
             return [len(c) for c in completions]
 
     named = RewardSpec(rewards_functions.length)  # of a module: that one is imported
-    async with RewardPool([RewardSpec(closure), RewardSpec(Scorer(), name="scorer"), named]) as rewards:
+    async with pool_of([RewardSpec(closure), RewardSpec(Scorer(), name="scorer"), named]) as rewards:
         scored = await score(rewards, "ab")
     assert scored.components == {"closure": 0.25, "scorer": 2.0, "length": 2.0}
 
 
 async def test_no_functions_leave_the_environments_reward_alone_and_functions_add_to_it():
     given = [replace(trajectories("abc")[0], reward=1.0, components={"env": 1.0})]
-    async with RewardPool([]) as rewards:
+    async with pool_of([]) as rewards:
         assert await rewards.score(prompt(), given) == given
     async with pool("length") as rewards:
         scored = await rewards.score(prompt(), given)
@@ -125,7 +125,7 @@ async def test_the_worker_process_is_humble():
 
 async def test_from_config():
     config = RewardConfig(functions=({"function": f"{FILE}:length", "weight": 3.0},), workers=1, timeout_s=5.0)
-    async with RewardPool.from_config(config) as rewards:
+    async with RewardPool(config) as rewards:
         assert (await score(rewards, "ab")).reward == 6.0
 
 
@@ -376,7 +376,7 @@ async def test_ten_megabytes_each_way_of_a_call():
 )
 async def test_a_function_that_cannot_be_loaded_fails_the_start(address, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        async with RewardPool([RewardSpec(address)], workers=2):
+        async with pool_of([RewardSpec(address)], workers=2):
             raise AssertionError("opened")
     assert address in str(caught.value)
 
@@ -385,7 +385,7 @@ async def test_an_import_error_of_the_users_file_names_path_and_cause(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text("import math\nimport not_there_at_all\n")
     with pytest.raises(ConfigError) as caught:
-        await pool_of(f"{file}:f").__aenter__()
+        await pool_of([RewardSpec(f"{file}:f")]).__aenter__()
     assert str(file) in str(caught.value)
     assert "ModuleNotFoundError: No module named 'not_there_at_all'" in str(caught.value)
     assert str(caught.value).endswith(f"({file}:2)") and "\n" not in str(caught.value)
@@ -395,7 +395,7 @@ async def test_a_crash_during_the_import_fails_the_start(tmp_path):
     file = tmp_path / "crashing.py"
     file.write_text("import os\nos._exit(5)\n")
     with pytest.raises(RewardCrash, match=r"exited with status 5 while it loaded .*crashing.py:f"):
-        await pool_of(f"{file}:f").__aenter__()
+        await pool_of([RewardSpec(f"{file}:f")]).__aenter__()
 
 
 async def test_neighbours_of_the_users_file_can_be_imported(tmp_path):
@@ -403,14 +403,14 @@ async def test_neighbours_of_the_users_file_can_be_imported(tmp_path):
     (tmp_path / "user.py").write_text(
         "import neighbour_of_reward\ndef f(completions): return [neighbour_of_reward.VALUE for _ in completions]\n"
     )
-    async with pool_of(f"{tmp_path / 'user.py'}:f") as rewards:
+    async with pool_of([RewardSpec(f"{tmp_path / 'user.py'}:f")]) as rewards:
         assert (await score(rewards)).reward == 4.0
 
 
 async def test_a_worker_that_cannot_be_replaced_fails_everybody(tmp_path):
     file = tmp_path / "changing.py"
     file.write_text("import os\ndef f(completions): os._exit(1)\n")
-    async with pool_of(f"{file}:f") as rewards:
+    async with pool_of([RewardSpec(f"{file}:f")]) as rewards:
         file.write_text("1/0\n")
         with pytest.raises(RewardCrash):
             await score(rewards)
@@ -441,7 +441,3 @@ def test_workers_import_nothing_heavy():
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert answer.stdout.strip() == "[]"
-
-
-def pool_of(address):
-    return RewardPool([RewardSpec(address)])

@@ -13,12 +13,11 @@ import anyio
 import psutil
 import pytest
 import uvloop
-from rewards_helpers import at_work, only_worker, pool, prompt, score, trajectories, until
+from rewards_helpers import at_work, only_worker, pool, pool_of, prompt, score, trajectories, until
 from warm import children
 
 from asyncrl.errors import LifecycleError, RewardTimeout
 from asyncrl.rewards.calls import RewardSpec
-from asyncrl.rewards.pool import RewardPool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,7 +142,7 @@ async def test_a_cancelled_opening_leaves_nothing(tmp_path):
     file = tmp_path / "slow_import.py"
     file.write_text("import time\ntime.sleep(60)\ndef f(completions): pass\n")
     with anyio.move_on_after(0.3) as scope:
-        async with RewardPool([RewardSpec(f"{file}:f")], workers=2):
+        async with pool_of([RewardSpec(f"{file}:f")], workers=2):
             raise AssertionError("opened")
     assert scope.cancelled_caught
     assert not children()

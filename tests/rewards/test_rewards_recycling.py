@@ -20,12 +20,12 @@ def recycled(recorder):
 
 async def until_alone(rewards):
     """Until whoever was replaced has ended, and his successor is there."""
-    await until(lambda: len(rewards._alive) == rewards._workers and all(p.serving for p in rewards._alive))
+    await until(lambda: len(rewards._alive) == rewards._config.workers and all(p.serving for p in rewards._alive))
 
 
 async def test_a_worker_that_leaks_is_replaced_and_says_so(caplog):
     recorder = Recorder()
-    async with pool("leaks", recorder=recorder, max_mib=20) as rewards:
+    async with pool("leaks", recorder=recorder, worker_max_mib=20) as rewards:
         pids = []
         for _ in range(8):  # 8 MiB each; the 48 and 8 of the first call do not count
             pids.append(await reward(rewards, "8"))
@@ -37,7 +37,7 @@ async def test_a_worker_that_leaks_is_replaced_and_says_so(caplog):
 
 async def test_a_worker_is_replaced_after_its_last_call_but_not_without_a_limit():
     recorder = Recorder()
-    async with pool("by_order", recorder=recorder, max_calls=3) as rewards:
+    async with pool("by_order", recorder=recorder, worker_max_calls=3) as rewards:
         pids = []
         for _ in range(9):
             pids.append(await reward(rewards, "go"))
@@ -52,7 +52,7 @@ async def test_a_worker_is_replaced_after_its_last_call_but_not_without_a_limit(
 async def test_no_reward_is_lost_by_replacements():
     """Three workers that are worn at the same time."""
     recorder, scores, calls, replaced = Recorder(), [], [0], [0]
-    async with pool("by_order", workers=3, recorder=recorder, max_calls=4) as rewards:
+    async with pool("by_order", workers=3, recorder=recorder, worker_max_calls=4) as rewards:
 
         async def call():
             while replaced[0] < 5:
@@ -68,7 +68,7 @@ async def test_no_reward_is_lost_by_replacements():
 
 async def test_a_call_that_is_under_way_is_not_disturbed(tmp_path):
     recorder, gate = Recorder(), tmp_path / "gate"
-    async with pool("judges", recorder=recorder, max_calls=1) as rewards:
+    async with pool("judges", recorder=recorder, worker_max_calls=1) as rewards:
         slow = asyncio.ensure_future(reward(rewards, str(gate)))
         await until(lambda: at_work(rewards))
         old = await reward(rewards, "go")
@@ -84,7 +84,7 @@ async def test_a_call_that_is_under_way_is_not_disturbed(tmp_path):
 
 @pytest.mark.parametrize("turns", range(0, 12, 3))
 async def test_closing_while_a_successor_starts_leaves_nobody(turns):
-    async with pool("length", max_calls=1) as rewards:
+    async with pool("length", worker_max_calls=1) as rewards:
         await reward(rewards, "abc")
         for _ in range(turns):
             await asyncio.sleep(0)

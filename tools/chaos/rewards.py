@@ -131,7 +131,7 @@ async def _run(end: str, token: str, notes: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         if end == "watchdog's hard exit":
             await stack.enter_async_context(watchdog)
-        pool = await stack.enter_async_context(RewardPool.from_config(RewardConfig(**settings), recorder))
+        pool = await stack.enter_async_context(RewardPool(RewardConfig(**settings), recorder))
         first = asyncio.ensure_future(_call(pool, f"brood {token} {notes} {ENDS[end]}"))
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, first.cancel)
         leaves = asyncio.Event()

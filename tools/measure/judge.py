@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from commands import end, machine, start
 
+from asyncrl.config.schema import RewardConfig
 from asyncrl.rewards.calls import RewardSpec
 from asyncrl.rewards.judge import Judge
 from asyncrl.rewards.pool import RewardPool
@@ -85,7 +86,7 @@ async def measure(options: argparse.Namespace, port: int) -> list[dict[str, Any]
     rows = []
     for name, function in (("function", f"{__file__}:sleeps"), ("judge", judge)):
         for alone in (False, True):
-            async with RewardPool([RewardSpec(function)], timeout_s=120) as pool:
+            async with RewardPool(RewardConfig(timeout_s=120), functions=[RewardSpec(function)]) as pool:
                 await seconds_of(pool, 1, options.size, alone)
                 times: dict[int, list[float]] = {1: [], options.groups: []}
                 for _ in range(options.repeat):
