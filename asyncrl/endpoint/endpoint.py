@@ -28,6 +28,7 @@ import anyio
 import numpy as np
 import orjson
 from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
 
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.environments.session import Session
@@ -38,7 +39,6 @@ from asyncrl.types import ChatAnswer, FinishReason, Generation
 
 from .keys import ENDED, Answers, EpisodeKeys, OpenEpisode
 from .messages import MessagesBody, messages_events, messages_reply
-from .openapi import document
 from .parameters import Ask, ChatBody, CompletionsBody, GenerateBody, describe, with_integers
 from .replies import chat_events, chat_reply, dumps, event, generate_reply, identifier, text_events, text_reply
 from .responses import ResponsesBody, responses_events, responses_reply
@@ -59,6 +59,13 @@ _ANTHROPIC, _TOO_LONG = "/messages", "context_length_exceeded"
 # The error types of the two protocols by status; other statuses have the type of 400.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _TYPES |= {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
+_REASONS = {
+    "200": "the answer",
+    "400": "a parameter is wrong, or not supported",
+    "401": "no key, a wrong key, or an ended episode",
+}
+_REASONS |= {"408": "the body was too slow", "413": "the body is too large", "415": "not JSON"}
+_REASONS |= {"429": "too many open requests", "500": "the server failed", "503": "the run ends"}
 _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 log = logging.getLogger("asyncrl.http")
 
@@ -265,7 +272,7 @@ class Endpoint:
         return _json({"object": "list", "data": [model | {"max_model_len": self._max_context}]})
 
     async def _document(self, _: web.BaseRequest) -> web.Response:
-        return _json(document({path: route.body for path, route in ROUTES.items()}))
+        return _json(_openapi())
 
     def _refuse(self, error: Refused, request: web.BaseRequest) -> web.Response:
         self._count("endpoint/refused", 1)
@@ -303,6 +310,35 @@ def text_of(session: Session, generation: Generation) -> str:
         ids = ids[:-1]
     text = session.format.decode(ids)
     return text if stop is None or stop not in text else text[: text.rindex(stop)]
+
+
+def _openapi() -> dict[str, Any]:
+    """The OpenAPI document of the routes, made from the models that validate requests."""
+    bodies = {path: route.body for path, route in ROUTES.items()}
+    schemas, definitions = models_json_schema(
+        [(body, "validation") for body in bodies.values()], ref_template="#/components/schemas/{model}"
+    )
+    content = {"application/json": {"schema": {"type": "object"}}}
+    answers: dict[str, Any] = {status: {"description": why, "content": content} for status, why in _REASONS.items()}
+    stream: dict[str, Any] = {"text/event-stream": {}}
+    paths: dict[str, Any] = {
+        "/v1/models": {"get": {"responses": {status: answers[status] for status in ("200", "401")}}}
+    }
+    for path, body in bodies.items():
+        full = path if path.startswith("/inference") else f"/v1{path}"
+        sent = {"required": True, "content": {"application/json": {"schema": schemas[body, "validation"]}}}
+        ok = answers["200"] | {"content": content | stream}
+        paths[full] = {"post": {"requestBody": sent, "responses": answers | {"200": ok}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "asyncrl", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": definitions.get("$defs", {}),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}],
+    }
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -56,8 +56,8 @@ class Reply:
     logprobs: Float32Array
     versions: Int32Array
     finish_reason: FinishReason
-    _tools: Sequence[Tool] = field(default=(), repr=False)
-    _toolbox: Toolbox | None = field(default=None, repr=False)
+    _tools: Sequence[Tool] = field(repr=False)
+    _toolbox: Toolbox = field(repr=False)
 
     @property
     def text(self) -> str:
@@ -76,8 +76,6 @@ class Reply:
 
     async def run_tools(self) -> Messages:
         """Make the calls of this reply at the same time. Returns their messages in order. A failure is a text for the model."""
-        if self._toolbox is None or not self.tool_calls:
-            return []
         return await self._toolbox.run(self._tools, self.tool_calls)
 
 
@@ -299,14 +297,20 @@ def _number(value: Any) -> float:
             f"the episode returned {shown(value)}; expected a number, None (reward functions score the episode), or a list with a "
             "number for each reply"
         )
-    try:
-        number = float(plain)
-    except OverflowError:
-        # JSON that a model wrote may hold an integer above the largest float.
-        number = math.inf
-    if not math.isfinite(number):
+    if (number := _finite(plain)) is None:
         raise DataError(f"the episode returned the reward {shown(plain)}; expected a finite number")
     return number
+
+
+def _finite(value: Any) -> float | None:
+    """None if the value is not a finite number. Tensors and arrays of one number have `item`. JSON that a model wrote may hold an
+    integer above the largest float."""
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+        number = math.nan if isinstance(plain, str | bytes) else float(plain)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def as_numbers(named: Mapping[str, Any], count: int, argument: str, prefix: str = "") -> list[dict[str, float]]:
@@ -323,13 +327,7 @@ def as_numbers(named: Mapping[str, Any], count: int, argument: str, prefix: str 
         for member, value in enumerate(member_values):
             if value is None:
                 continue
-            try:
-                # Tensors and arrays of one number have `item`.
-                plain = value.item() if hasattr(value, "item") else value
-                number = math.nan if isinstance(plain, str | bytes) else float(plain)
-            except (TypeError, ValueError, OverflowError, RuntimeError):
-                number = math.nan
-            if not math.isfinite(number):
+            if (number := _finite(value)) is None:
                 raise DataError(f"{argument}: {name} {member} is {shown(value)}; expected a finite number, or None")
             rows[member][f"{prefix}{name}"] = number
     return rows

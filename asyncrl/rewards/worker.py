@@ -210,10 +210,8 @@ class SocketSession:
         self._loop = loop
         self._pid = os.getpid()
         self._functions: list[Function] = []
-        self._called: set[int] = set()
-        # Bytes before all calls, plus the growth in the first call of each function.
-        self._expected = 0
-        self._grown = 0  # bytes above `_expected`
+        self._called: set[int | None] = set()  # functions; None: the request that loads them
+        self._expected = 0  # memory in bytes after the last first call of a function
         self._data = bytearray()  # the received part of a message
         self._tasks: dict[int, asyncio.Task[None]] = {}  # coroutines by request
         self._waiting: deque[tuple[int, dict[str, Any]]] = deque()  # requests that `serve` runs
@@ -254,7 +252,7 @@ class SocketSession:
         try:
             request = pickle.loads(message["data"])
         except BaseException as error:  # raised by an object of the user's
-            return self._reply(number, error)
+            return self._reply(number, {}, error)
         if "function" in request and self._functions[request["function"]].asynchronous:
             self._tasks[number] = self._loop.create_task(self._run_async(number, request))
         else:
@@ -262,20 +260,18 @@ class SocketSession:
             self._loop.stop()
 
     async def _run_async(self, number: int, request: dict[str, Any]) -> None:
-        log, before = Log(), anonymous_bytes()
+        log = Log()
         answer: Any
         try:
-            answer = await self._functions[request["function"]].begin(request, log)
-            answer = _content(answer, log, request)
+            answer = _content(await self._functions[request["function"]].begin(request, log), log, request)
         # SystemExit and a cancellation included: they end this call, and not the worker.
         except BaseException as error:
             answer = error
         del self._tasks[number]
-        self._measure(request["function"], before)
-        self._reply(number, answer)
+        self._reply(number, request, answer)
 
     def _run_sync(self, number: int, request: dict[str, Any]) -> None:
-        log, before = Log(), anonymous_bytes()
+        log = Log()
         answer: Any
         try:
             if "function" not in request:
@@ -283,31 +279,32 @@ class SocketSession:
             else:
                 answer = self._functions[request["function"]].begin(request, log)
                 if inspect.isawaitable(answer):  # the function is not an `async def`
-                    answer = self._loop.run_until_complete(_await(answer))
+                    answer = self._loop.run_until_complete(asyncio.wait_for(answer, None))
                 answer = _content(answer, log, request)
         except BaseException as error:
             answer = error
         # An alarm that the function left set must not go off in the next call.
-        if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        if "function" in request:
-            self._measure(request["function"], before)
-        self._reply(number, answer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._reply(number, request, answer)
 
     def _load(self, request: dict[str, Any]) -> dict[str, Any]:
         sys.path.extend(entry for entry in request["path"] if entry not in sys.path)
         self._functions = load_functions(request["functions"], request["columns"])
         facts = ("name", "named", "takes_all", "asynchronous", "whole_group")
         found = [{fact: getattr(function, fact) for fact in facts} for function in self._functions]
-        self._expected = anonymous_bytes()
         return {"pid": self._pid, "functions": found}
 
-    def _reply(self, number: int, answer: Any) -> None:
+    def _reply(self, number: int, request: dict[str, Any], answer: Any) -> None:
         """`answer`: the content, or the error that was raised."""
         self._exit_if_forked()
+        memory = anonymous_bytes()
+        # Many first calls load models and tables, which stay: that growth is not a leak.
+        if request.get("function") not in self._called:
+            self._called.add(request.get("function"))
+            self._expected = memory
         if self._over:  # a cancelled call; the socket is closed
             return
-        reply: dict[str, Any] = {"id": number, "grown": self._grown}
+        reply: dict[str, Any] = {"id": number, "grown": max(0, memory - self._expected)}
         if isinstance(answer, BaseException):
             reply["error"] = describe_error(answer, not self._functions)
         else:
@@ -322,14 +319,6 @@ class SocketSession:
         """Exit in a fork of this process that the user's function made: it must neither answer nor read requests."""
         if os.getpid() != self._pid:
             os._exit(0)
-
-    def _measure(self, index: int, before: int) -> None:
-        now = anonymous_bytes()
-        # Many first calls load models and tables, which stay: that growth is not a leak.
-        if index not in self._called:
-            self._called.add(index)
-            self._expected += max(0, now - before)
-        self._grown = max(0, now - self._expected)
 
 
 def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
@@ -361,10 +350,6 @@ def _turn_rewards(value: Any, turns: int) -> list[float] | None:
         return None
     numbers = [math.nan if (number := as_number(each)) is None else number for each in values]
     return numbers if all(map(math.isfinite, numbers)) else None
-
-
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def main(descriptor: int) -> None:

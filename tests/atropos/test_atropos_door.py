@@ -162,7 +162,7 @@ async def test_environments_that_ask_are_told_that_the_run_is_over_before_the_po
 
 
 async def test_an_environment_that_died_does_not_hold_up_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.atropos.environments.LINGER_S", 0.05)
+    monkeypatch.setattr("asyncrl.atropos.door.LINGER_S", 0.05)
     async with opened(name) as s:
         await s.post("/register-env", {"desired_name": "maths"})
         await s.get("/status-env", {"env_id": 0})

@@ -18,7 +18,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 
 from atropos_helpers import Set, group, opened  # noqa: E402
 
-from asyncrl.atropos.environments import FORGET_S, MOST_ENVIRONMENTS, Environments  # noqa: E402
+from asyncrl.atropos.door import FORGET_S, MOST_ENVIRONMENTS, Environments  # noqa: E402
 from asyncrl.atropos.groups import MAX_BODIES, MAX_BODY_BYTES, MAX_GROUPS, MAX_OBJECTS, decompress  # noqa: E402
 from asyncrl.atropos.scored_data import MAX_MEMBERS  # noqa: E402
 from asyncrl.errors import ConfigError  # noqa: E402
@@ -313,7 +313,7 @@ def test_three_quarters_of_the_descriptors_are_the_runs() -> None:
 
 def test_registrations_are_bounded_and_forgotten_after_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("asyncrl.atropos.environments.awake.now", lambda: now[0])
+    monkeypatch.setattr("asyncrl.atropos.door.awake.now", lambda: now[0])
     known = Environments()
     for number in range(MOST_ENVIRONMENTS + 10):
         now[0] += 1
