@@ -14,10 +14,9 @@ Guarantees
 * if a request was cut off or answered 503 and is sent again, the groups that were accepted the first time are skipped;
 * a group that cannot be trained is refused as a whole (422) with the reason; the other groups of its request are taken;
 * a run that ends or is stopped answers 503 to waiting requests, and ends every environment server that asks (`Environments`);
-* a restart loses no state: the next run serves an environment server that registered with an earlier run, if `door.http_key` gives
-  both runs the same key;
+* the next run serves an environment server that registered with an earlier run, if `door.http_key` gives both runs the same key;
 * a client without the key sees and changes nothing. No bytes of a client end the run or fill its memory: bodies that are too large,
-  too deep, too slow or too many are refused (4xx or 503). The limit of connections leaves the run enough file descriptors.
+  too deep, too slow or too many are refused (4xx or 503).
 
 Differences from Atropos' own server: every `ScoredData` is one group whatever its size, so no group waits for more parts. The
 requests of a trainer (`/register`, `/batch`, `/reset_data`) are refused: the run itself is the trainer. `min_batch_allocation`

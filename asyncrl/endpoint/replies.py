@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,17 +99,19 @@ def chat_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
 
 
 def chat_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
-    """The answer as a stream of `chat.completion.chunk`: a chunk with the choice, and a chunk with its finish reason."""
+    """The answer as a stream of `chat.completion.chunk`, a chunk for each choice."""
     reply = chat_reply(ask, choices, model)
-    ids = {key: reply[key] for key in ("prompt_token_ids",) if key in reply}
-    head = {key: reply[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for choice in reply["choices"]:
-        delta = {key: value for key, value in choice.pop("message").items() if value is not None}
-        if calls := delta.get("tool_calls"):
-            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-        reason = choice.pop("finish_reason")
-        yield event(head | ids | {"choices": [{**choice, "delta": delta, "finish_reason": None}]})
-        yield event(head | {"choices": [{"index": choice["index"], "delta": {}, "finish_reason": reason}]})
+        choice["delta"] = {key: value for key, value in choice.pop("message").items() if value is not None}
+        if calls := choice["delta"].get("tool_calls"):
+            choice["delta"]["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+    return _chunks(ask, reply | {"object": "chat.completion.chunk"})
+
+
+def _chunks(ask: Ask, reply: Mapping[str, Any]) -> Iterator[bytes]:
+    head = {key: value for key, value in reply.items() if key not in ("choices", "usage")}
+    for choice in reply["choices"]:
+        yield event(head | {"choices": [choice]})
     if ask.usage:
         yield event(head | {"choices": [], "usage": reply["usage"]})
     yield DONE
@@ -142,13 +144,7 @@ def text_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
 
 def text_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
     """The object `text_completion` as a stream, a chunk for each choice."""
-    reply = text_reply(ask, choices, model)
-    head = {key: value for key, value in reply.items() if key not in ("choices", "usage")}
-    for choice in reply["choices"]:
-        yield event(head | {"choices": [choice]})
-    if ask.usage:
-        yield event(head | {"choices": [], "usage": reply["usage"]})
-    yield DONE
+    return _chunks(ask, text_reply(ask, choices, model))
 
 
 def generate_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:

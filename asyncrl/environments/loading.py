@@ -12,7 +12,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.ports import Environment
 from asyncrl.types import SamplingParams
 
-from .policy import AgentEnvironment, Agents
+from .policy import AgentEnvironment
+from .session import Agents
 from .single_turn import SingleTurn
 
 # Arguments that the constructor of an environment's class may take.

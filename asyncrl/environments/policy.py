@@ -21,7 +21,6 @@ import numpy as np
 
 from asyncrl.errors import ConfigError, DataError, EpisodeLimit, GenerationError, LifecycleError, shown
 from asyncrl.ports import Generate
-from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import (
     FinishReason,
     Float32Array,
@@ -33,14 +32,11 @@ from asyncrl.types import (
     Trajectory,
 )
 
-from .chat import Chat
-from .session import EpisodeLimits, Session
+from .session import Agents, Session
 from .tools import AnyTool, Tool, Toolbox, as_tool
 
 # A coroutine function `episode(task, policy)`.
 EpisodeFunction: TypeAlias = Callable[[dict[str, Any], "AgentPolicy"], Awaitable[Any]]
-# Opens the endpoint for the requests of one branch of a session. Returns (base URL, key).
-OpenEndpoint: TypeAlias = Callable[[Session, str], tuple[str, str]]
 _NAME = re.compile(r"(?=.{1,100}$)[\w@: -][\w@:. -]*(/[\w@: -][\w@:. -]*)*")  # metric names that every sink takes
 _SAMPLING = {each.name for each in fields(SamplingParams)}
 
@@ -166,8 +162,8 @@ class AgentPolicy:
 class _Episode:
     """What the policies of one episode share."""
 
-    def __init__(self, agents: Agents, session: Session) -> None:
-        self.agents, self.session = agents, session
+    def __init__(self, session: Session) -> None:
+        self.agents, self.session = session.agents, session
         self.notes: dict[str, float] = {}
         self.ended = False
         self._endpoints: dict[str, tuple[str, str]] = {}
@@ -186,26 +182,6 @@ class _Episode:
         self.session.close()
 
 
-@dataclass(slots=True)
-class Agents:
-    """What the episodes of a run share. `sampling`: the defaults of requests. `scores`: whether reward functions score an
-    episode that returns None. `column`: the name of the prompt's column. `version`: the policy version now."""
-
-    chat: Chat
-    sampling: SamplingParams
-    seed: int
-    limits: EpisodeLimits
-    toolbox: Toolbox
-    recorder: Recorder
-    version: Callable[[], int]
-    scores: bool = True
-    column: str = "prompt"
-    end_session: Callable[[str], object] | None = None
-    # Set by the endpoint of the run.
-    open_endpoint: OpenEndpoint | None = None
-    end_endpoint: Callable[[Session], object] | None = None
-
-
 class AgentEnvironment:
     """Plays the episodes of one coroutine function. See `loading.load_environment`."""
 
@@ -215,18 +191,8 @@ class AgentEnvironment:
     async def run(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory:
         """Errors: those of the coroutine; ConfigError and DataError for what it returned."""
         agents = self._agents
-        session = Session(
-            prompt,
-            member,
-            group_size,
-            generate=generate,
-            chat=agents.chat,
-            sampling=agents.sampling,
-            seed=agents.seed,
-            limits=agents.limits,
-            end_session=agents.end_session,
-        )
-        episode = _Episode(agents, session)
+        session = Session(prompt, member, group_size, generate, agents)
+        episode = _Episode(session)
         limited = False
         try:
             try:

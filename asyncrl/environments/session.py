@@ -23,6 +23,7 @@ from asyncrl.config.resolve import row_limit
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, DataError, EpisodeLimit, GenerationError
 from asyncrl.ports import Generate
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import (
     ChatAnswer,
     FinishReason,
@@ -38,6 +39,7 @@ from asyncrl.types import (
 
 from .chat import Chat, RecordedTurn, Spelling, normalise, normalise_tools
 from .single_turn import episode_seed
+from .tools import Toolbox
 
 _TOKEN = np.dtype(
     [("id", np.int32), ("sampled", np.bool_), ("logprob", np.float32), ("filtered", np.float32), ("version", np.int32)]
@@ -57,6 +59,27 @@ class EpisodeLimits:
         """The limits of a run with this configuration."""
         longest = row_limit(config)
         return cls(longest, config.rollout.max_turns, max(longest, config.train.tokens_per_microbatch))
+
+
+@dataclass(slots=True)
+class Agents:
+    """What the episodes of a run share. `sampling`: the defaults of requests. `scores`: whether reward functions score an episode
+    that returns None. `column`: the name of the prompt's column. `version`: the policy version now."""
+
+    chat: Chat
+    sampling: SamplingParams
+    seed: int
+    limits: EpisodeLimits
+    toolbox: Toolbox
+    recorder: Recorder
+    version: Callable[[], int]
+    scores: bool = True
+    column: str = "prompt"
+    # See `Session.close`.
+    end_session: Callable[[str], object] | None = None
+    # Opens the endpoint of the run for the requests of one branch of a session. Returns (base URL, key).
+    open_endpoint: Callable[[Session, str], tuple[str, str]] | None = None
+    end_endpoint: Callable[[Session], object] | None = None
 
 
 class _AnsweredRequest(NamedTuple):
@@ -158,25 +181,13 @@ class TokenTree:
 class Session:
     """The requests of one episode, recorded. Methods may be called from several tasks of the event loop at the same time."""
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        member: int,
-        group_size: int,
-        *,
-        generate: Generate,
-        chat: Chat,
-        sampling: SamplingParams,
-        seed: int,
-        limits: EpisodeLimits,
-        end_session: Callable[[str], object] | None = None,
-    ) -> None:
-        """`sampling`: the defaults of requests. `seed`: of the run. `end_session`: see `close`. Errors: DataError."""
-        self.format, self.prompt, self.sampling = chat.of_row(prompt.columns), prompt, sampling
-        self._member, self._group_size = member, group_size
-        self._generate, self._limits, self._end_session = generate, limits, end_session
+    def __init__(self, prompt: Prompt, member: int, group_size: int, generate: Generate, agents: Agents) -> None:
+        """Errors: DataError."""
+        self.format, self.prompt, self.sampling = agents.chat.of_row(prompt.columns), prompt, agents.sampling
+        self.agents, self._member, self._group_size = agents, member, group_size
+        self._generate, self._limits, self._end_session = generate, agents.limits, agents.end_session
         self._name = f"{prompt.group_id}/{member}"
-        self._seed = episode_seed(seed, prompt.group_id, member)
+        self._seed = episode_seed(agents.seed, prompt.group_id, member)
         self._tree = TokenTree()
         # (turn, spellings, last token, branch)
         self._exchanges: list[tuple[RecordedTurn, list[Spelling], int, str]] = []

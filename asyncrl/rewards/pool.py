@@ -4,23 +4,15 @@
                                             ▲                          │ killed (deadline, crash, cancellation), or worn
                                             └──── keeper ◀─────────────┘ (a task for each worker: starts a successor)
 
-| who waits | for what                   | bounded by                     | woken when                              |
-|-----------|----------------------------|--------------------------------|-----------------------------------------|
-| caller    | a worker with room         | the deadlines of earlier calls | a call or a start ends; the pool closes |
-| caller    | the reply                  | `timeout_s`                    | reply, deadline, death of the worker    |
-| caller    | the next try of a call     | about 2 ** tries seconds       | the time is over                        |
-| keeper    | the end of a worker        | -                              | the process ends                        |
-| a task    | a cancelled coroutine      | `CANCEL_GRACE_S`               | its end; else its worker is killed      |
-
 Guarantees
 * A worker runs calls of `async def` functions for up to `concurrency` completions at a time (one call may have more), and one
-  blocking call (of any other function). A blocking call goes to the worker with the fewest calls. While it runs, the coroutines of
-  this worker cannot run: their deadlines are moved by that time, and the worker gets no other call.
+  blocking call, of any other function. While the blocking call runs, the worker gets no other call, and its coroutines cannot run:
+  their deadlines are moved by that time.
 * After a deadline, a crash or a cancelled caller, the worker of a blocking call is killed and replaced. A coroutine is cancelled
   instead; if it does not end, its worker is killed. Requests have ids: no answer to an old request is taken for a new one.
 * A call whose worker was killed because of another call is sent again, once. If a worker crashes while several coroutines run, each
   of these calls is sent again once, to a worker that runs no other call meanwhile. So the call that crashes is found.
-* A call of an `async def` function that raised, crashed or missed its deadline is repeated up to `retries` times. Each try has a
+* A call of an `async def` function that raised, crashed or missed its deadline is repeated up to `retries` times, each time with a
   new deadline. The metric `reward/{fn}/retries` counts the repetitions.
 * Callers of the same kind (coroutines, blocking calls) get workers in the order in which they asked. A caller that is cancelled
   while it waits takes no worker.

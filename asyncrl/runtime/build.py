@@ -23,8 +23,8 @@ from asyncrl.distributed.line_ledger import LineLedger
 from asyncrl.distributed.reservation import Reservation
 from asyncrl.environments.chat import Chat
 from asyncrl.environments.loading import is_episode, load_environment
-from asyncrl.environments.policy import AgentEnvironment, Agents
-from asyncrl.environments.session import EpisodeLimits
+from asyncrl.environments.policy import AgentEnvironment
+from asyncrl.environments.session import Agents, EpisodeLimits
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.environments.tools import Toolbox
 from asyncrl.errors import ConfigError

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
 import numpy as np
 
 from asyncrl.concurrency.supervisor import plain_task_group
-from asyncrl.environments.policy import Agents
-from asyncrl.environments.session import Session
+from asyncrl.environments.session import Agents, Session
 from asyncrl.ports import Generate
 from asyncrl.types import Prompt
 
@@ -51,17 +51,8 @@ class LazyEndpoint:
     def _untrained_session(self) -> Session:
         # Each request gets a session with another member number, and so random numbers of its own.
         self._untrained_sessions += 1
-        agents, no_prompt = self._agents, Prompt(-1, np.zeros(0, np.int32), "")
-        return Session(
-            no_prompt,
-            self._untrained_sessions,
-            1,
-            generate=self._generate,
-            chat=agents.chat,
-            sampling=agents.sampling,
-            seed=agents.seed,
-            limits=agents.limits,
-        )
+        no_prompt, agents = Prompt(-1, np.zeros(0, np.int32), ""), replace(self._agents, end_session=None)
+        return Session(no_prompt, self._untrained_sessions, 1, self._generate, agents)
 
     def _get_or_create(self) -> Endpoint:
         if self._endpoint is None:

@@ -23,7 +23,7 @@ from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.concurrency.watchdog import ProgressLimit
 from asyncrl.config.resolve import versions_per_batch
 from asyncrl.data.prompts import PromptSource
-from asyncrl.environments.policy import Agents
+from asyncrl.environments.session import Agents
 from asyncrl.errors import (
     ConfigError,
     LedgerError,

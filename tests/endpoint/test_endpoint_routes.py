@@ -93,7 +93,7 @@ async def test_a_stream_has_what_the_answer_has(path: str) -> None:
                 == (whole["choices"][0]["logprobs"]["content"][0]["token"])
             )
             assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
-            assert events[1]["choices"][0]["finish_reason"] == "stop" and text.endswith("data: [DONE]\n\n")
+            assert events[0]["choices"][0]["finish_reason"] == "stop" and text.endswith("data: [DONE]\n\n")
         elif path == "/v1/responses":
             last = events[-1]["response"]
             assert events[-1]["type"] == "response.completed" and last["token_ids"] == whole["token_ids"]

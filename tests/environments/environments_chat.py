@@ -15,7 +15,9 @@ import torch  # noqa: F401
 
 from asyncrl.config.schema import DataConfig
 from asyncrl.environments.chat import Chat
-from asyncrl.environments.session import EpisodeLimits, Session
+from asyncrl.environments.session import Agents, EpisodeLimits, Session
+from asyncrl.environments.tools import Toolbox
+from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, GenerationRequest, Prompt, SamplingParams
 
 DEEPSEEK = (
@@ -164,14 +166,15 @@ def session_of(
     max_context: int = 5000, whole: int | None = None, end_session: Any = None, **data: Any,
 ) -> Session:  # fmt: skip
     """A session of a group of 2. `data`: settings of `data`."""
-    return Session(
-        Prompt(3, np.array([1], np.int32), "q"),
-        member,
-        2,
-        generate=script,
+    counts = recorder or Recorder(max_events=0)
+    agents = Agents(
         chat=Chat(tokenizer_of(family), DataConfig(**data), recorder=recorder),
         sampling=SamplingParams(),
         seed=7,
-        end_session=end_session,
         limits=EpisodeLimits(max_context, max_turns, whole),
+        toolbox=Toolbox(10.0, 1000, counts),
+        recorder=counts,
+        version=lambda: 0,
+        end_session=end_session,
     )
+    return Session(Prompt(3, np.array([1], np.int32), "q"), member, 2, script, agents)

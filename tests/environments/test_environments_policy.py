@@ -11,8 +11,8 @@ import pytest
 from environments_chat import Script, tokenizer_of
 
 from asyncrl.environments.chat import Chat
-from asyncrl.environments.policy import AgentEnvironment, Agents
-from asyncrl.environments.session import EpisodeLimits
+from asyncrl.environments.policy import AgentEnvironment
+from asyncrl.environments.session import Agents, EpisodeLimits
 from asyncrl.environments.tools import Toolbox
 from asyncrl.errors import ConfigError, DataError, EpisodeLimit, GenerationError, LifecycleError
 from asyncrl.telemetry.recorder import Recorder
