@@ -19,7 +19,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _VALUE = r"\s*(.*?)\s*"
@@ -133,7 +133,7 @@ def _from_block(body: str, tools: Sequence[Any]) -> list[Call]:
     arguments = {}
     for match in _PARAMETER.finditer(function[3] if function else body):
         key, value = (match[1], match[2]) if match[1] is not None else (match[3].strip(), match[4])
-        is_text = (types.get(key) or {}).get("type") == "string" if isinstance(types.get(key), Mapping) else False
+        is_text = isinstance(types.get(key), Mapping) and types[key].get("type") == "string"
         arguments[key] = value if is_text else _decoded(value, value)
     return _named(name, json.dumps(arguments))
 
@@ -192,18 +192,18 @@ def _quoted(text: str) -> str:
     return "".join(pieces)
 
 
-def _values(text: str) -> Iterator[Any]:
-    """The JSON values of a text, separated by `;` or spaces. Yields nothing if the text has anything else."""
+def _values(text: str) -> list[Any]:
+    """The JSON values of a text, separated by `;` or spaces; none if the text has anything else."""
     values, start = [], 0
     decoder = json.JSONDecoder()
     while start < len(text):
         try:
             value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
-            return
+            return []
         values.append(value)
         start = end + len(re.match(r"[\s;]*", text[end:])[0])  # type: ignore[index]  # matches the empty text
-    yield from values
+    return values
 
 
 def _decoded(text: str, default: Any) -> Any:
@@ -212,10 +212,10 @@ def _decoded(text: str, default: Any) -> Any:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return default
-    return value if _is_flat(value) else default
+    return value if _is_shallow(value) else default
 
 
-def _is_flat(value: Any) -> bool:
+def _is_shallow(value: Any) -> bool:
     """Whether a value is nested at most `_MOST_NESTED` levels deep. Templates and checks of messages are recursive."""
     level = [value]
     for _ in range(_MOST_NESTED):

@@ -41,7 +41,7 @@ from asyncrl.types import FinishReason, Generation, Int32Array, Messages
 
 from .calls import name_of, read_calls
 
-# Most kept chats of rows with template arguments of their own. A new chat takes about 0.1 s with a large vocabulary.
+# How many chats are kept for rows with template arguments. A new chat takes about 0.1 s with a large vocabulary.
 _MOST_ROW_CHATS = 64
 # Marks in place of a reply's content and reasoning. Unicode keeps these characters for private use, so no template writes them.
 _CONTENT, _REASONING = "\ue002", "\ue003"
@@ -252,7 +252,8 @@ class Chat:
         return text
 
     def _marked(self, reply: Mapping[str, Any], ended: bool) -> list[dict[str, Any]]:
-        """The reply with marks, in the forms that templates accept. Without an end token `extend` cannot cut off text of calls."""
+        """The reply with marks, in forms that templates accept. A reply that has not `ended` gets no calls: without an end token
+        `extend` could not cut off their text."""
         marked: dict[str, Any] = {"role": "assistant", "content": _CONTENT}
         if reply.get("reasoning_content"):
             marked["reasoning_content"] = _REASONING

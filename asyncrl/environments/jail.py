@@ -21,7 +21,6 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 # linux/sched.h: namespaces of mounts, System V memory, users, processes and networks.
@@ -41,7 +40,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main(fd: int, memory: int, processes: int) -> None:
     """Serve the run at socket `fd`. The first byte sent is `+`, or `-` before the reason of a failure."""
     connection, is_root = socket.socket(fileno=fd), os.geteuid() == 0
-    with _reporting(connection):
+    try:
         # Where memory runs out, the kernel ends the sandbox and not the run.
         _write("/proc/self/oom_score_adj", "1000")
         _enter_namespaces(is_root)
@@ -50,17 +49,11 @@ def main(fd: int, memory: int, processes: int) -> None:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             _make_root(memory)
             _be_init(connection, is_root, memory, processes)
-    connection.close()
-    os.waitpid(init, 0)
-
-
-@contextlib.contextmanager
-def _reporting(connection: socket.socket) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         connection.sendall(f"-{error.strerror}: {error.filename}".encode())
         os._exit(1)
+    connection.close()
+    os.waitpid(init, 0)
 
 
 def _enter_namespaces(is_root: bool) -> None:

@@ -56,7 +56,7 @@ class Sandbox:
     ) -> None:
         self._timeout_s, self._output_bytes, self._keep_state = timeout_s, output_bytes, keep_state
         self._limits = (str(memory_mib << 20), str(processes))
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._connection: socket.socket | None = None
         self._ready = False
 
@@ -81,7 +81,7 @@ class Sandbox:
         Args:
             code: The code. It has no network. Files can be written in the working directory.
         """
-        async with self._turn:
+        async with self._lock:
             usable = False
             try:
                 # The start of a new process does not count as the code's time.
