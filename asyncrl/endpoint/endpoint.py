@@ -91,7 +91,7 @@ ROUTES: Mapping[str, Route] = {
 
 
 class Endpoint:
-    """`async with Endpoint(...) as endpoint`; the runtime calls `open` and `end` for episodes."""
+    """The runtime runs `serve`, and calls `open` and `end` for episodes."""
 
     def __init__(
         self,

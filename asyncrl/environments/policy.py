@@ -78,10 +78,11 @@ class Reply:
 class AgentPolicy:
     """The policy for one episode. All requests are recorded with their tokens, log-probs and versions."""
 
-    def __init__(self, episode: _Episode, branch: str = "") -> None:
-        self._episode = episode
+    def __init__(self, session: Session, branch: str = "") -> None:
+        self._session = session
         self._branch = branch
         self._branches = 0
+        self._address: tuple[str, str] | None = None  # (base URL, key)
 
     async def chat(self, messages: Messages | str, *, tools: Sequence[AnyTool] | None = None, **sampling: Any) -> Reply:
         """The reply to a conversation in OpenAI's form. If `messages` continue an earlier conversation, its tokens are kept.
@@ -91,7 +92,7 @@ class AgentPolicy:
         Errors: EpisodeLimit, DataError, ConfigError, those of the engine."""
         known = [as_tool(tool) for tool in tools or ()]
         schemas = None if tools is None else [dict(tool.schema) for tool in known]
-        answer = await self._session.chat(messages, schemas, self._sampling(sampling), branch=self._branch)
+        answer = await self._open_session.chat(messages, schemas, self._sampling(sampling), branch=self._branch)
         return self._reply(answer.message, answer.prompt_ids, answer.generation, known)
 
     async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
@@ -99,7 +100,7 @@ class AgentPolicy:
         `encode` make the ids of a next request, which continue the sampled tokens. Errors: as `chat`."""
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = np.asarray(ids, np.int32)
-        generation = await self._session.sample(prompt_ids, self._sampling(sampling), branch=self._branch)
+        generation = await self._open_session.sample(prompt_ids, self._sampling(sampling), branch=self._branch)
         text = self._session.format.parse(prompt_ids, generation)["content"]
         return self._reply({"role": "assistant", "content": text}, prompt_ids, generation, ())
 
@@ -111,18 +112,17 @@ class AgentPolicy:
         """A policy for a sub-agent or a parallel try, with random numbers of its own. The tokens belong to this episode. `name`:
         needed only if the order of the calls of `branch` differs from one play to the next."""
         self._branches += name is None
-        return AgentPolicy(self._episode, f"{self._branch}/{self._branches if name is None else name}")
+        return AgentPolicy(self._session, f"{self._branch}/{self._branches if name is None else name}")
 
     def note(self, name: str, value: float) -> None:
         """Record a number of this episode. Replaces an earlier number of this name. The metric `own/NAME` of a step is the mean
         over its episodes. Errors: DataError for an invalid name or value, LifecycleError after the episode."""
-        self._check_open()
-        self._episode.notes |= as_numbers({name: [value]}, 1, "policy.note", "own/")[0]
+        self._open_session.notes |= as_numbers({name: [value]}, 1, "policy.note", "own/")[0]
 
     @property
     def version(self) -> int:
         """The policy version of the run now: the number of optimizer steps so far; a step without scored tokens counts."""
-        return self._episode.agents.version()
+        return self._session.agents.version()
 
     @property
     def base_url(self) -> str:
@@ -135,51 +135,29 @@ class AgentPolicy:
         return self._endpoint()[1]
 
     def _endpoint(self) -> tuple[str, str]:
-        self._check_open()
-        return self._episode.endpoint(self._branch)
+        session = self._open_session
+        if session.agents.open_endpoint is None:
+            raise ConfigError("policy.base_url: this run has no endpoint; it needs the extra [http]")
+        if self._address is None:
+            self._address = session.agents.open_endpoint(session, self._branch)
+        return self._address
 
     @property
-    def _session(self) -> Session:
-        self._check_open()
-        return self._episode.session
-
-    def _check_open(self) -> None:
-        if self._episode.ended:
+    def _open_session(self) -> Session:
+        if self._session.ended:
             raise LifecycleError("policy: the episode has ended; await all requests before the coroutine returns")
+        return self._session
 
     def _sampling(self, given: Mapping[str, Any]) -> SamplingParams:
         if unknown := given.keys() - _SAMPLING:
             raise ConfigError(f"policy: {sorted(unknown)[0]!r} is unknown; expected: {', '.join(sorted(_SAMPLING))}")
-        return replace(self._episode.session.sampling, **given)
+        return replace(self._session.sampling, **given)
 
     def _reply(
         self, message: dict[str, Any], prompt_ids: Int32Array, generation: Generation, tools: Sequence[Tool]
     ) -> Reply:
         columns = generation.token_ids, generation.logprobs, generation.versions, generation.finish_reason
-        return Reply(message, prompt_ids, *columns, tools, self._episode.agents.toolbox)
-
-
-class _Episode:
-    """What the policies of one episode share."""
-
-    def __init__(self, session: Session) -> None:
-        self.agents, self.session = session.agents, session
-        self.notes: dict[str, float] = {}
-        self.ended = False
-        self._endpoints: dict[str, tuple[str, str]] = {}
-
-    def endpoint(self, branch: str) -> tuple[str, str]:
-        if self.agents.open_endpoint is None:
-            raise ConfigError("policy.base_url: this run has no endpoint; it needs the extra [http]")
-        if branch not in self._endpoints:
-            self._endpoints[branch] = self.agents.open_endpoint(self.session, branch)
-        return self._endpoints[branch]
-
-    def end(self) -> None:
-        self.ended = True
-        if self.agents.end_endpoint is not None:
-            self.agents.end_endpoint(self.session)
-        self.session.close()
+        return Reply(message, prompt_ids, *columns, tools, self._session.agents.toolbox)
 
 
 class AgentEnvironment:
@@ -192,13 +170,12 @@ class AgentEnvironment:
         """Errors: those of the coroutine; ConfigError and DataError for what it returned."""
         agents = self._agents
         session = Session(prompt, member, group_size, generate, agents)
-        episode = _Episode(session)
         limited = False
         try:
             try:
-                result = await self._play(self._task(prompt), AgentPolicy(episode))
+                result = await self._play(self._task(prompt), AgentPolicy(session))
             finally:
-                episode.end()
+                session.close()
         except Exception as error:
             if not (session.turns and _is_limit(error, session.limit)):
                 raise
@@ -219,7 +196,7 @@ class AgentEnvironment:
         if limited and not session.has_all_turns:
             # A limit of tokens cut the text. A limit of turns cuts no text, so the finish reason of the last reply stays.
             trajectory = replace(trajectory, finish_reason=FinishReason.LENGTH)
-        return replace(trajectory, extras={**trajectory.extras, **episode.notes})
+        return trajectory
 
     def _task(self, prompt: Prompt) -> dict[str, Any]:
         """The row. Each episode gets a copy, because an episode may append to a list of messages in its row."""

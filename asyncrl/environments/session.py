@@ -193,6 +193,8 @@ class Session:
         self._exchanges: list[tuple[RecordedTurn, list[Spelling], int, str]] = []
         self._numbers: dict[bytes, set[int]] = {}  # branch and prompt -> numbers of the equal requests
         self.limit: str | None = None  # the newest error of a limit
+        self.ended = False
+        self.notes: dict[str, float] = {}  # the extras of the trajectory
         # The number of replies and running requests; and the tokens that running requests may add.
         self._started = self._expected = 0
         self._request_ended = anyio.Event()  # set when a running request ends
@@ -270,6 +272,7 @@ class Session:
             finish_reason=max(self._answered).generation.finish_reason,
             completion=self._completion(tree),
             reward=reward,
+            extras=dict(self.notes),
             routed_experts=tree.routes,
             branches=np.array(tree.segments[1:], np.int32) if len(tree.segments) > 1 else None,
             turns=np.array(tree.replies, np.int32) if len(tree.replies) > 1 else None,
@@ -297,7 +300,11 @@ class Session:
         return tree
 
     def close(self) -> None:
-        """Tell the engine that no more requests come, so that it forgets their keys and values."""
+        """End the keys of the endpoint for this session. Tell the engine that no more requests come, so that it forgets their keys
+        and values."""
+        self.ended = True
+        if self.agents.end_endpoint is not None:
+            self.agents.end_endpoint(self)
         if self._end_session is not None:
             self._end_session(self._name)
             self._end_session = None
