@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.errors import ConfigError, LifecycleError, RewardError
@@ -39,12 +39,7 @@ class ModelRewards:
     """Implements `ports.Reward` by the functions of `pool`, then the models. `pool` must stay open while `score` is called."""
 
     def __init__(
-        self,
-        pool: RewardPool,
-        models: Sequence[tuple[RewardModel, float]],
-        lane: Lane,
-        on_error: Literal["fail", "none", "zero"],
-        recorder: Recorder,
+        self, pool: RewardPool, models: Sequence[tuple[RewardModel, float]], lane: Lane, recorder: Recorder
     ) -> None:
         """`models`: pairs of a model and its weight. Errors: ConfigError if two components have the same name."""
         names = [model.name for model, _ in models]
@@ -56,7 +51,6 @@ class ModelRewards:
         self._models = tuple(model for model, _ in models)
         self._weights = {model.name: weight for model, weight in models}
         self._lane = lane
-        self._on_error = on_error
         self._recorder = recorder
 
     @property
@@ -95,20 +89,15 @@ class ModelRewards:
             if isinstance(error, LifecycleError):
                 raise
             reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-            return [self._default(model, f"{label} failed: {reason}", error)] * len(trajectories)
+            failure = RewardError(f"{label} failed: {reason}")
+            failure.__cause__ = error
+            return [self._pool.default_score(model.name, failure)] * len(trajectories)
         for index, text in enumerate(texts):
             score = scores[index]
             if score is None or not math.isfinite(score):
-                scores[index] = self._default(model, _problem(label, model, text, score))
+                failure = RewardError(_problem(label, model, text, score))
+                scores[index] = self._pool.default_score(model.name, failure)
         return scores
-
-    def _default(self, model: RewardModel, reason: str, cause: Exception | None = None) -> float | None:
-        """Counts an error and returns the score that `on_error` asks for. Errors: RewardError if `on_error` is `fail`."""
-        if self._on_error == "fail":
-            raise RewardError(reason) from cause
-        logger.warning("%s; counted as %s", reason, "not applicable" if self._on_error == "none" else "0")
-        self._recorder.count(f"reward/{model.name}/errors")
-        return None if self._on_error == "none" else 0.0
 
     async def _run(self, model: RewardModel, work: Callable[[], T], stage: str) -> T:
         with self._recorder.wait("score pump", f"reward model {model.name!r}", on="lane", cause="reward"):

@@ -334,17 +334,24 @@ class RewardPool:
                 f"None, or mappings with {', '.join(map(repr, function.spec.components or ['score']))}"
             )
         except RewardError as error:
-            if self._config.on_error == "fail" or self._broken is not None:
+            if self._broken is not None:
                 raise
-            default = None if self._config.on_error == "none" else 0.0
-            logger.warning("%s; counted as %s", error, "not applicable" if default is None else "0")
-            self._recorder.count(f"reward/{function.name}/errors")
+            default = self.default_score(function.name, error)
             if answer is None:
                 size, count = len(members), len(function.spec.components) or 1
                 return Answer([[default] * size for _ in range(count)], [[None] * size] * count)
             for part, index, _ in answer.invalid:
                 answer.scores[part][index] = default
             return answer
+
+    def default_score(self, name: str, error: RewardError) -> float | None:
+        """The score that `on_error` puts in place of a failed one. Counts the error. Errors: `error` if `on_error` is `fail`."""
+        if self._config.on_error == "fail":
+            raise error
+        default = None if self._config.on_error == "none" else 0.0
+        logger.warning("%s; counted as %s", error, "not applicable" if default is None else "0")
+        self._recorder.count(f"reward/{name}/errors")
+        return default
 
     async def _call(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
         """The answer, after up to `retries` further tries. Errors: `RewardError`, `RewardTimeout`, `RewardCrash`."""

@@ -243,12 +243,12 @@ def _with_models(run: OpenRun, pool: RewardPool, trainer: Trainer) -> RewardPool
     if not run.reward_models:
         return pool
     models = [(model, each.weight) for model, each in zip(run.reward_models, reward.model, strict=True)]
-    return ModelRewards(pool, models, run.lanes[0], reward.on_error, run.recorder)
+    return ModelRewards(pool, models, run.lanes[0], run.recorder)
 
 
 def _reward_weights(run: OpenRun, reward: RewardPool | ModelRewards) -> dict[str, float]:
     """Name of a reward component -> weight. Errors: ConfigError if two components have the same name."""
-    weights, overlong = reward.weights, run.config.reward.overlong
+    weights, overlong = dict(reward.weights), run.config.reward.overlong
     if overlong.cache is not None:
         if OVERLONG in weights:
             raise ConfigError(

@@ -57,7 +57,7 @@ async def rewards(
 ) -> AsyncIterator[tuple[ModelRewards, Recorder]]:
     recorder = Recorder(max_events=0, nvtx=False)
     async with RewardPool(RewardConfig(on_error=on_error), recorder, functions) as pool:
-        yield ModelRewards(pool, models, lane, on_error, recorder), recorder
+        yield ModelRewards(pool, models, lane, recorder), recorder
 
 
 async def test_components_are_added_by_their_weights_after_those_of_the_functions(lane: ThreadLane) -> None:
