@@ -10,7 +10,6 @@ from asyncrl.config.schema import Config
 from asyncrl.data.texts import CompletionText
 from asyncrl.errors import ConfigError
 from asyncrl.ports import Environment
-from asyncrl.types import SamplingParams
 
 from .policy import AgentEnvironment
 from .session import Agents
@@ -20,30 +19,21 @@ from .single_turn import SingleTurn
 _AVAILABLE = ("tokenizer", "sampling", "seed", "text")
 
 
-def load_environment(
-    address: str,
-    *,
-    tokenizer: Any,
-    sampling: SamplingParams,
-    seed: int,
-    text: CompletionText | None = None,
-    agents: Agents | None = None,
-) -> Environment:
+def load_environment(address: str, agents: Agents, text: CompletionText) -> Environment:
     """The environment at `address`: `single_turn`, or `file.py:name` or `module:name` of a coroutine function
-    `episode(task, policy)`, or of a class or factory of an Environment. `agents`: for a coroutine function.
+    `episode(task, policy)`, or of a class or factory of an Environment.
 
     The constructor of a class may take any of `tokenizer`, `sampling`, `seed` and `text` (which decodes a completion as
     `reward.text` says). Instances need an `async def run`, which runs on the event loop. Code that blocks or computes for more
     than a few milliseconds belongs in a reward function or a tool.
     Errors: `ConfigError` with the address and the cause.
     """
-    text = text or CompletionText(tokenizer)
-    available: dict[str, Any] = {"tokenizer": tokenizer, "sampling": sampling, "seed": seed, "text": text}
+    values = (agents.chat.tokenizer, agents.sampling, agents.seed, text)
+    available = dict[str, Any](zip(_AVAILABLE, values, strict=True))
     if address == "single_turn":
         return SingleTurn(**available)
     factory = find_environment(address)
     if is_episode(factory):
-        assert agents is not None, "a run passes what its agents need"
         return AgentEnvironment(agents, factory)
     parameters = inspect.signature(factory).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

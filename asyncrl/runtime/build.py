@@ -279,12 +279,12 @@ def _environment(run: OpenRun, pool: RewardPool, trainer: Trainer) -> Environmen
     chosen, arguments = config.reward.text.model_dump(), config.data.chat_template_kwargs
     text = CompletionText(tokenizer, **chosen, arguments=arguments, recorder=run.recorder)
     pool.generation_prompt = text.generation_prompt
-    sampling, rollout = sampling_params(config.rollout, tokenizer), config.rollout
+    rollout = config.rollout
     toolbox = Toolbox(rollout.tool_timeout_s, rollout.tool_max_chars, run.recorder)
     run.stack.callback(toolbox.close)
     run.agents = Agents(
         chat=Chat(tokenizer, config.data, recorder=run.recorder),
-        sampling=sampling,
+        sampling=sampling_params(rollout, tokenizer),
         seed=config.seed,
         limits=EpisodeLimits.of(config),
         toolbox=toolbox,
@@ -297,14 +297,7 @@ def _environment(run: OpenRun, pool: RewardPool, trainer: Trainer) -> Environmen
     passed: Any = run.decided.environment
     if passed is not None:
         return AgentEnvironment(run.agents, passed) if is_episode(passed) else passed
-    return load_environment(
-        rollout.environment,
-        tokenizer=tokenizer,
-        sampling=sampling,
-        seed=config.seed,
-        text=text,
-        agents=run.agents,
-    )
+    return load_environment(rollout.environment, run.agents, text)
 
 
 async def _open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:

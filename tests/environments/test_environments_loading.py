@@ -4,6 +4,7 @@ import sys
 import sysconfig
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,22 +15,22 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import SamplingParams
 
 FILE = Path(__file__).with_name("environments_user_code.py")
-OFFERED = {"tokenizer": "a tokenizer", "sampling": SamplingParams(max_tokens=3), "seed": 5}
-TEXT = {"text": "makes texts"}
+AGENTS = SimpleNamespace(chat=SimpleNamespace(tokenizer="a tokenizer"), sampling=SamplingParams(max_tokens=3), seed=5)
+OFFERED = {"tokenizer": "a tokenizer", "sampling": AGENTS.sampling, "seed": 5, "text": "makes texts"}
 
 
 def load(name):
-    return load_environment(f"{FILE}:{name}", **OFFERED, **TEXT)
+    return load_environment(f"{FILE}:{name}", AGENTS, "makes texts")
 
 
 def test_single_turn_has_a_short_name():
-    assert isinstance(load_environment("single_turn", **OFFERED), SingleTurn)
+    assert isinstance(load_environment("single_turn", AGENTS, "makes texts"), SingleTurn)
 
 
 def test_a_class_is_given_what_its_signature_takes():
     mine = load("Mine")
     assert (mine.tokenizer, mine.seed) == ("a tokenizer", 5)
-    assert load("Everything").given == OFFERED | TEXT
+    assert load("Everything").given == OFFERED
 
 
 @pytest.mark.parametrize(
