@@ -204,19 +204,13 @@ class AtroposDoor:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        try:
-            with anyio.CancelScope(shield=True):
-                await self.close()
-        finally:
-            await self._server.__aexit__(*exc)
-
-    async def close(self) -> None:
-        """Refuse further groups, announce the end to environment servers, and close the port. `__aexit__` also ends connections."""
+        """Refuse further groups, announce the end to environment servers, and close the port."""
         self.groups.end()
         try:
-            await self._environments.announce_over()
+            with anyio.CancelScope(shield=True):
+                await self._environments.announce_over()
         finally:
-            await self._server.close()
+            await self._server.__aexit__(*exc)
 
     async def _register_env(self, request: web.BaseRequest) -> web.Response:
         try:

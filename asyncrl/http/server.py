@@ -162,9 +162,8 @@ class HttpServer:
         # Connections whose request is being handled.
         self._busy: set[Any] = set()
         self._listening: list[socket.socket] = []
-        # Shielded: even a cancelled run accepts connections until `close`, so that clients learn of the end of the run.
+        # Shielded: even a cancelled run accepts connections until the server is left, so that clients learn of the end of the run.
         self._accepting = anyio.CancelScope(shield=True)
-        self._closed = anyio.Event()
         self._exit_stack = AsyncExitStack()
 
     def listen(self) -> str:
@@ -204,42 +203,31 @@ class HttpServer:
             await offload(self.listen, "listen")
         listening, self._listening = self._listening, []
         async with AsyncExitStack() as stack:
-            sockets = stack.enter_context(ExitStack())
-            for listener in listening:
-                sockets.enter_context(listener)
             self._server = _Connections(self._answer, most_connections(self._max_connections))
             stack.push_async_callback(self._end_connections)
+            for listener in listening:
+                stack.enter_context(listener)
             tasks = await stack.enter_async_context(plain_task_group())
-            tasks.start_soon(self._run, listening, sockets.pop_all())
+            tasks.start_soon(self._accept_all, listening)
             self._exit_stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        try:
-            with anyio.CancelScope(shield=True):
-                await self.close()
-        finally:
-            await self._exit_stack.aclose()
-
-    async def close(self) -> None:
-        """Accept no more connections. Open connections stay open until the `async with` is left."""
+        """Close the port, then the connections."""
         self._accepting.cancel()
-        await self._closed.wait()
+        await self._exit_stack.aclose()
 
     async def _end_connections(self) -> None:
         with anyio.CancelScope(shield=True):
             self._server.pre_shutdown()
             await self._server.shutdown(_SHUTDOWN_S)
 
-    async def _run(self, listening: list[socket.socket], sockets: ExitStack) -> None:
-        try:
-            with sockets, self._accepting:
-                async with anyio.create_task_group() as tasks:
-                    for listener in listening:
-                        listener.setblocking(False)
-                        tasks.start_soon(self._accept, listener)
-        finally:
-            self._closed.set()
+    async def _accept_all(self, listening: list[socket.socket]) -> None:
+        with self._accepting:
+            async with anyio.create_task_group() as tasks:
+                for listener in listening:
+                    listener.setblocking(False)
+                    tasks.start_soon(self._accept, listener)
 
     async def _accept(self, listening: socket.socket) -> None:
         server, loop = self._server, asyncio.get_running_loop()

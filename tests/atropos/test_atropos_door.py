@@ -147,13 +147,20 @@ async def test_environments_that_ask_are_told_that_the_run_is_over_before_the_po
             await s.get("/status-env", {"env_id": number})
         await s.post("/disconnect-env", {"env_id": 0})
         await s.post("/register-env", {"desired_name": "never asked"})
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(s.door.close)
-            await anyio.wait_all_tasks_blocked()
-            _, first = await s.get("/status-env", {"env_id": 1})
-            code, refused = await s.post("/scored_data", group(7))
-            assert (code, refused["message"]) == (503, "the run ends and accepts no more groups")
-            _, second = await s.get("/status-env", {"env_id": 2})
+        answers: list[Any] = []
+
+        async def ask() -> None:
+            while not s.door.groups.ended:
+                await anyio.lowlevel.checkpoint()
+            answers.append(await s.get("/status-env", {"env_id": 1}))
+            answers.append(await s.post("/scored_data", group(7)))
+            answers.append(await s.get("/status-env", {"env_id": 2}))
+
+        asking = asyncio.create_task(ask())
+        await s.door.__aexit__()
+        await asking
+        (_, first), (code, refused), (_, second) = answers
+        assert (code, refused["message"]) == (503, "the run ends and accepts no more groups")
         for status in (first, second):
             assert status["current_step"] == 3
             assert status["current_step"] + status["queue_size"] * 1 // 8 > registered["num_steps"]
@@ -166,8 +173,8 @@ async def test_an_environment_that_died_does_not_hold_up_the_end(name: str, monk
     async with opened(name) as s:
         await s.post("/register-env", {"desired_name": "maths"})
         await s.get("/status-env", {"env_id": 0})
-        with anyio.fail_after(30):
-            await s.door.close()
+        async with asyncio.timeout(30):
+            await s.door.__aexit__()
 
 
 def own_threads() -> set[str]:
@@ -186,11 +193,11 @@ async def test_closing_answers_those_who_wait_and_leaves_no_task_and_no_thread(n
         async def third() -> None:
             replies.append(await s.post("/scored_data", group(9)))
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(third)
-            while not s.client.statistics().waits:
-                await anyio.lowlevel.checkpoint()
-            await s.door.close()
+        waiting = asyncio.create_task(third())
+        while not s.client.statistics().waits:
+            await anyio.lowlevel.checkpoint()
+        await s.door.__aexit__()
+        await waiting
         assert replies[0][0] == 503 and "ends" in replies[0][1]["message"]
         assert s.client.statistics().puts == 2
         assert own_threads() == threads_attached
