@@ -37,7 +37,7 @@ from asyncrl.http.access import Address, Refused
 from asyncrl.http.server import Handler, HttpServer, receive, web
 from asyncrl.types import ChatAnswer, FinishReason, Generation
 
-from .keys import ENDED, Answers, EpisodeKeys, OpenEpisode
+from .keys import ENDED, Answers, EpisodeKeys, OpenKey
 from .messages import MessagesBody, messages_events, messages_reply
 from .parameters import Ask, ChatBody, CompletionsBody, GenerateBody, describe, with_integers
 from .replies import chat_events, chat_reply, dumps, event, generate_reply, identifier, text_events, text_reply
@@ -133,22 +133,22 @@ class Endpoint:
 
     async def _answer(self, path: str, route: Route, request: web.BaseRequest) -> web.StreamResponse:
         self._count("endpoint/requests", 1)
-        episode, _ = self._keys.find(request)
-        if len(episode.requests) >= MOST_REQUESTS:
+        opened, _ = self._keys.find(request)
+        if len(opened.requests) >= MOST_REQUESTS:
             raise Refused(429, f"{MOST_REQUESTS} requests with this key are open; wait for an answer")
         with anyio.CancelScope() as scope:
-            episode.requests.add(scope)
+            opened.requests.add(scope)
             try:
                 body = await self._receive(request)
-                session = episode.session or self._untrained_session()
+                session = opened.session or self._untrained_session()
                 ask = self._read(route.body, body, session)
                 digest = hashlib.blake2b(path.encode() + body, digest_size=16).digest()
-                return await self._deliver(route, ask, request, episode, session, digest)
+                return await self._deliver(route, ask, request, opened, session, digest)
             except anyio.get_cancelled_exc_class():
                 self._count("endpoint/cancelled", 1)
                 raise
             finally:
-                episode.requests.discard(scope)
+                opened.requests.discard(scope)
         raise Refused(401, ENDED)
 
     async def _receive(self, request: web.BaseRequest) -> bytearray:
@@ -185,12 +185,12 @@ class Endpoint:
         return ask
 
     async def _deliver(
-        self, route: Route, ask: Ask, request: web.BaseRequest, episode: OpenEpisode, session: Session, digest: bytes
+        self, route: Route, ask: Ask, request: web.BaseRequest, opened: OpenKey, session: Session, digest: bytes
     ) -> web.StreamResponse:
         """Sample the missing choices, and send the answer. Choices that are not delivered are kept for a retry."""
-        undelivered = episode.undelivered.get(digest)
+        undelivered = opened.undelivered.get(digest)
         answers: Answers = undelivered.pop() if undelivered else {}
-        delivered = episode.delivered.pop(digest, None)
+        delivered = opened.delivered.pop(digest, None)
         if not answers and delivered is not None and request.headers.get("x-stainless-retry-count", "0") != "0":
             # The client says that it did not get an answer that seemed to be delivered.
             answers = delivered
@@ -201,25 +201,25 @@ class Endpoint:
             if ask.stream and route.events is not None:
                 async with plain_task_group() as tasks:
                     tasks.start_soon(self._keep_alive, request, stream)
-                    choices = await self._choices(ask, session, episode, answers)
+                    choices = await self._choices(ask, session, opened, answers)
                     tasks.cancel_scope.cancel()
                 response: web.StreamResponse = stream
                 await _send(request, stream, b"".join(route.events(ask, choices, self._model)))
             else:
-                choices = await self._choices(ask, session, episode, answers)
+                choices = await self._choices(ask, session, opened, answers)
                 response = _json(route.reply(ask, choices, self._model))
                 await _send(request, response)
         except BaseException as error:
             if answers:
-                episode.undelivered.setdefault(digest, []).append(answers)
+                opened.undelivered.setdefault(digest, []).append(answers)
             if not (isinstance(error, Refused) and stream.prepared):
                 raise
             self._count("endpoint/refused", 1)
             await _send(request, stream, event(_error(error, request), "error"))
             return stream
-        episode.delivered[digest] = answers
-        if len(episode.delivered) > _MOST_DELIVERED:
-            episode.delivered.popitem(last=False)
+        opened.delivered[digest] = answers
+        if len(opened.delivered) > _MOST_DELIVERED:
+            opened.delivered.popitem(last=False)
         return response
 
     async def _keep_alive(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
@@ -229,10 +229,10 @@ class Endpoint:
             with anyio.move_on_after(SEND_S):
                 await response.write(b": the answer is being sampled\n\n")
 
-    async def _choices(self, ask: Ask, session: Session, episode: OpenEpisode, answers: Answers) -> list[ChatAnswer]:
+    async def _choices(self, ask: Ask, session: Session, opened: OpenKey, answers: Answers) -> list[ChatAnswer]:
         """All choices in order. Samples those that `answers` lacks, and adds them to it. Errors: Refused."""
-        branch = episode.branch
-        episode.answering.append(answers)
+        branch = opened.branch
+        opened.answering.append(answers)
         try:
             prompts = [
                 session.format.encode(each) if isinstance(each, str) else np.array(each, np.int32)
@@ -248,12 +248,9 @@ class Endpoint:
                     answers[number] = ChatAnswer({"content": text_of(session, generation)}, generation, prompt)
 
             missing = [number for number in range(ask.n * (len(prompts) or 1)) if number not in answers]
-            if len(missing) == 1:
-                await sample(missing[0])
-            else:
-                async with plain_task_group() as tasks:
-                    for number in missing:
-                        tasks.start_soon(sample, number)
+            async with plain_task_group() as tasks:
+                for number in missing:
+                    tasks.start_soon(sample, number)
         except EngineClosed as error:
             raise Refused(503, f"the run ends: {error}") from None
         except EpisodeLimit as error:
@@ -264,7 +261,7 @@ class Endpoint:
             log.exception("a request of an agent failed")
             raise Refused(500, f"{type(error).__name__}: {error}") from None
         finally:
-            episode.answering = [other for other in episode.answering if other is not answers]
+            opened.answering = [other for other in opened.answering if other is not answers]
         return [answers[number] for number in sorted(answers)]
 
     async def _models(self, _: web.BaseRequest) -> web.Response:

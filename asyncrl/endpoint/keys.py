@@ -27,8 +27,8 @@ Answers = dict[int, ChatAnswer]
 
 
 @dataclass(eq=False, slots=True)
-class OpenEpisode:
-    """The answers to requests with one key."""
+class OpenKey:
+    """A key that has not ended, and the answers to its requests."""
 
     # None: the requests belong to no episode.
     session: Session | None
@@ -49,7 +49,7 @@ class EpisodeKeys(Access):
     def __init__(self, address: Address) -> None:
         super().__init__(address)
         self._secret = secrets.token_bytes(32)
-        self._open: dict[int, OpenEpisode] = {}
+        self._open: dict[int, OpenKey] = {}
         self._issued = 0
 
     def url(self, port: int) -> str:
@@ -58,33 +58,33 @@ class EpisodeKeys(Access):
     def issue(self, session: Session | None, branch: str = "") -> str:
         """A new key for one branch of an episode. None: for requests of no episode."""
         self._issued += 1
-        self._open[self._issued] = OpenEpisode(session, branch)
+        self._open[self._issued] = OpenKey(session, branch)
         return self._key(self._issued)
 
     def end(self, session: Session) -> None:
         """Refuse the keys of a session from now on, cancel their open requests, and remove answers that no client got from the
         session."""
-        for number, episode in [each for each in self._open.items() if each[1].session is session]:
+        for number, opened in [each for each in self._open.items() if each[1].session is session]:
             del self._open[number]
-            for scope in list(episode.requests):
+            for scope in list(opened.requests):
                 scope.cancel()
-            for answers in [*episode.answering, *chain(*episode.undelivered.values())]:
+            for answers in [*opened.answering, *chain(*opened.undelivered.values())]:
                 for answer in answers.values():
                     session.forget(answer.generation)
 
     def check_key(self, request: web.BaseRequest) -> str:
         return self.find(request)[1]
 
-    def find(self, request: web.BaseRequest) -> tuple[OpenEpisode, str]:
-        """(episode of the key, path without key and `/v1`). Errors: Refused."""
+    def find(self, request: web.BaseRequest) -> tuple[OpenKey, str]:
+        """(the key, path without key and `/v1`). Errors: Refused."""
         for key, path in keys_of(request):
             number = self._number(key)
             if number is None:
                 continue
-            episode = self._open.get(number)
-            if episode is None:
+            opened = self._open.get(number)
+            if opened is None:
                 raise Refused(401, ENDED)
-            return episode, _VERSION.sub("", path)
+            return opened, _VERSION.sub("", path)
         raise Refused(
             401,
             "the request has no key, or a key of another run: send policy.api_key as `Authorization: Bearer KEY` or "

@@ -63,10 +63,10 @@ class Access:
         self._host = address.host.lower()
         self.key = secrets.token_urlsafe(24) if address.key is None else address.key
         self._names = {self._host, *(name.lower() for name in address.names)}
-        self._any_address = self._host in ("0.0.0.0", "::")
-        if self._any_address or is_loopback(self._host):
+        self._is_wildcard = self._host in ("0.0.0.0", "::")
+        if self._is_wildcard or is_loopback(self._host):
             self._names.update(LOCAL)
-        if self._any_address:
+        if self._is_wildcard:
             self._names.add(socket.gethostname().lower())
 
     def add(self, addresses: Iterable[str]) -> None:
@@ -75,7 +75,7 @@ class Access:
 
     def origin(self, port: int) -> str:
         """The URL for clients, without a path."""
-        host = socket.gethostname() if self._any_address else self._host
+        host = socket.gethostname() if self._is_wildcard else self._host
         # A URL needs brackets around an IPv6 address.
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -115,7 +115,7 @@ class Access:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:
             raise Refused(400, "the request needs exactly one valid Host header") from None
-        if name in self._names or (self._any_address and _is_address(name)):
+        if name in self._names or (self._is_wildcard and _is_address(name)):
             return host
         raise Refused(
             421,

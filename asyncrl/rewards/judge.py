@@ -46,7 +46,7 @@ _LAST_OBJECT = re.compile(r"(\{[^{}]*\})\s*(?:```)?\s*\Z")
 _TRY_AGAIN = (408, 409, 425, 429)
 _LONGEST_PAUSE_S = 60.0
 _LARGEST_REPLY = 4 << 20  # bytes
-_FIXED = ("messages", "model", "stream", "n")
+_SET_BY_JUDGE = ("messages", "model", "stream", "n")
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
 
 
@@ -57,7 +57,7 @@ class _FailedRequest(Exception):
 @dataclass(frozen=True)
 class Judge:
     """A reward function that returns for each completion a mapping with the score of each criterion, in [0, 1], and with `score`,
-    the weighted sum. `timeout_s` is of one request. `key` is used if `key_env` is None. Rest: see `JudgeConfig`."""
+    the weighted sum. `timeout_s` is of one request. `key` is used if `key_env` is None. Other fields: see `JudgeConfig`."""
 
     url: str
     criteria: Mapping[str, str] | str
@@ -83,7 +83,7 @@ class Judge:
             raise ConfigError("a judge with url `policy` has key_env or model, which the run knows; leave both out")
         if self.key_env is not None and not os.environ.get(self.key_env):
             raise ConfigError(f"a judge has key_env {self.key_env!r}, but no such environment variable is set")
-        if taken := [name for name in _FIXED if name in self.request]:
+        if taken := [name for name in _SET_BY_JUDGE if name in self.request]:
             raise ConfigError(f"a judge's `request` has {taken[0]!r}, which the judge sets itself; remove it")
         if find_spec("aiohttp") is None:
             raise ConfigError("a judge needs the package aiohttp; pip install 'asyncrl[http]'")

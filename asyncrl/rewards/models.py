@@ -95,7 +95,7 @@ class ModelRewards:
         for index, text in enumerate(texts):
             score = scores[index]
             if score is None or not math.isfinite(score):
-                failure = RewardError(_problem(label, model, text, score))
+                failure = RewardError(_reason(label, model, text, score))
                 scores[index] = self._pool.default_score(model.name, failure)
         return scores
 
@@ -104,7 +104,7 @@ class ModelRewards:
             return await self._lane.run(work, name=f"reward/{stage}/{model.name}")
 
 
-def _problem(label: str, model: RewardModel, text: TokenIds, score: float | None) -> str:
+def _reason(label: str, model: RewardModel, text: TokenIds, score: float | None) -> str:
     if score is not None:
         return f"{label} gave {score}; expected a finite number"
     if not text:

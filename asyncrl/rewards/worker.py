@@ -98,16 +98,12 @@ class Log:
 
 
 def _json(value: Any) -> Any:
-    """The value for JSON; its text if JSON has no such type."""
+    """The value for JSON; its text if JSON has no such type (at most 80 characters)."""
     value = plain(value)
     try:
         return orjson.loads(orjson.dumps(value, default=lambda v: str(plain(v)), option=orjson.OPT_NON_STR_KEYS))
     except (TypeError, RecursionError):
-        try:
-            return _utf8(str(value))
-        except ValueError:
-            # An integer with more digits than Python writes.
-            return shown(value)
+        return _utf8(value if isinstance(value, str) else shown(value))
 
 
 def plain(value: Any) -> Any:
