@@ -182,7 +182,7 @@ class Session:
     """The requests of one episode, recorded. Methods may be called from several tasks of the event loop at the same time."""
 
     def __init__(self, prompt: Prompt, member: int, group_size: int, generate: Generate, agents: Agents) -> None:
-        """Errors: DataError."""
+        """Errors: DataError, as `Chat.of_row`."""
         self.format, self.prompt, self.sampling = agents.chat.of_row(prompt.columns), prompt, agents.sampling
         self.agents, self._member, self._group_size = agents, member, group_size
         self._generate, self._limits, self._end_session = generate, agents.limits, agents.end_session

@@ -57,13 +57,8 @@ def serve(seconds: str) -> None:
 def group(number: int, size: int) -> tuple[Prompt, list[Trajectory]]:
     """Completions of a thousand letters."""
     ids, reals = np.array([1, 2], dtype=np.int32), np.zeros(2, dtype=np.float32)
-    columns: dict[str, Any] = {
-        "tokens": ids,
-        "mask": ids == 2,
-        "logprobs": reals,
-        "sampled_logprobs": reals,
-        "versions": ids - 2,
-    }
+    columns: dict[str, Any] = {"tokens": ids, "mask": ids == 2, "versions": ids - 2}
+    columns |= dict.fromkeys(("logprobs", "sampled_logprobs"), reals)
     fixed: dict[str, Any] = {"prompt_length": 1, "temperature": 1.0, "finish_reason": FinishReason.STOP}
     members = [
         Trajectory(group_id=number, member=member, group_size=size, completion="letters " * 125, **columns, **fixed)
