@@ -19,18 +19,13 @@ from .parameters import (
     OnlyFalse,
     Stop,
     Text,
+    TextPart,
     ToolName,
     arguments_of,
     as_tools,
-    ignored,
     refused,
 )
 from .replies import event, finish_reason, identifier, tokens_of
-
-
-class _TextBlock(Loose):
-    type: Literal["text"]
-    text: str
 
 
 class _ThinkingBlock(Loose):
@@ -51,7 +46,7 @@ class _ResultBlock(Loose):
     content: NotRequired[Text | None]
 
 
-Block = Annotated[_TextBlock | _ThinkingBlock | _UseBlock | _ResultBlock, Field(discriminator="type")]
+Block = Annotated[TextPart | _ThinkingBlock | _UseBlock | _ResultBlock, Field(discriminator="type")]
 
 
 class _AnthropicMessage(Loose):
@@ -82,14 +77,13 @@ class MessagesBody(Body):
     max_tokens: int = Field(
         ge=1, le=1 << 30, description="At most this many tokens, and never more than rollout.max_tokens."
     )
-    system: str | list[_TextBlock] | None = None
+    system: Text | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
     tools: list[_AnthropicTool] | None = None
     tool_choice: _AnthropicChoice | None = TOOL_CHOICE
     thinking: _NoThinking | None = Field(
         None, description="Not supported: set data.chat_template_kwargs of the run, as its template needs."
     )
-    service_tier: Any = ignored("all requests are served alike.")
     context_management: None = refused("Not supported: nothing is cut.")
     mcp_servers: None = refused("Not supported: give the policy tools.")
     output_config: None = refused("Not supported: no grammar constrains the tokens. Leave it out.")

@@ -53,12 +53,14 @@ class Loose(TypedDict):
     """An object that may have further keys, such as `cache_control` or `annotations`, which are ignored."""
 
 
-class _TextPart(Loose):
+class TextPart(Loose):
+    """A part of a content."""
+
     type: Literal["text"]
     text: str
 
 
-Text = str | list[_TextPart]
+Text = str | list[TextPart]
 
 
 class _CalledFunction(Loose):
@@ -102,7 +104,9 @@ OnlyFalse = Annotated[bool, _equal(False), WithJsonSchema({"const": False})]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class _ToolFunction(Loose):
+class ToolFunction(Loose):
+    """A function that the policy may call."""
+
     name: ToolName
     description: NotRequired[str | None]
     parameters: NotRequired[dict[str, Any] | None]
@@ -110,7 +114,7 @@ class _ToolFunction(Loose):
 
 class _ChatTool(Loose):
     type: Literal["function"]
-    function: _ToolFunction
+    function: ToolFunction
 
 
 class _StreamOptions(Loose):
@@ -159,6 +163,7 @@ class Body(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=1 << 30)
     metadata: Any = ignored("nothing is stored.")
+    service_tier: Any = ignored("all requests are served alike.")
 
     def _ask(self, defaults: SamplingParams, given: Mapping[str, Any], **further: Any) -> Ask:
         """The request. `given`: parameters that have another name or type in `SamplingParams`. `further`: fields of `Ask`."""
@@ -179,7 +184,6 @@ class OpenAiBody(Body):
     safety_identifier: Any = ignored("the key names the episode.")
     prompt_cache_key: Any = ignored("the cache of an episode's earlier requests is found by their tokens.")
     prompt_cache_retention: Any = ignored("the cache of an episode's earlier requests is found by their tokens.")
-    service_tier: Any = ignored("all requests are served alike.")
 
 
 class PenaltiesBody(OpenAiBody):

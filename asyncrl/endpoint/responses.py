@@ -21,7 +21,7 @@ from .parameters import (
     OnlyTrue,
     OpenAiBody,
     PlainFormat,
-    ToolName,
+    ToolFunction,
     as_tools,
     refused,
 )
@@ -61,11 +61,8 @@ class _ReasoningItem(Loose):
     content: NotRequired[list[_ReasoningText] | None]
 
 
-class _ResponsesTool(Loose):
+class _ResponsesTool(ToolFunction):
     type: Literal["function"]
-    name: ToolName
-    description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any] | None]
 
 
 class _TextOptions(Closed):
