@@ -145,7 +145,7 @@ _Biases = Annotated[
 ]
 
 # Parameters that have the same name and type in `SamplingParams`.
-_PLAIN = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos")
+_PLAIN: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos")
 _PLAIN += ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
@@ -167,8 +167,8 @@ class Body(BaseModel):
 
     def _ask(self, defaults: SamplingParams, given: Mapping[str, Any], **further: Any) -> Ask:
         """The request. `given`: parameters that have another name or type in `SamplingParams`. `further`: fields of `Ask`."""
-        named = {name: getattr(self, name, None) for name in _PLAIN} | dict(given)
-        named = {name: value for name, value in named.items() if value is not None}
+        sent = {name: getattr(self, name, None) for name in _PLAIN} | dict(given)
+        named: dict[str, Any] = {name: value for name, value in sent.items() if value is not None}
         if "max_tokens" in named:
             named["max_tokens"] = min(named["max_tokens"], defaults.max_tokens)
         sampling = replace(defaults, **named)
@@ -205,7 +205,7 @@ class PenaltiesBody(OpenAiBody):
 
     def _complete(self, defaults: SamplingParams, max_tokens: int | None, **further: Any) -> Ask:
         """The request. `further`: fields of `Ask` that differ between these routes."""
-        given = {
+        given: dict[str, Any] = {
             "max_tokens": max_tokens,
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
             "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
