@@ -37,7 +37,8 @@ async def test_a_configured_agent_trains_over_http_and_its_port_closes_with_the_
         summary = await runtime.run()
         url, _ = runtime.endpoint()
         assert summary.books.failed == 0 and summary.version == 3
-        assert runtime._require_open("x").endpoint._endpoint._issued == {}
+        opened = runtime._require_open("x").endpoint._endpoint._keys._open.values()
+        assert [each.session for each in opened] == [None]
     with pytest.raises(OSError):
         await anyio.connect_tcp("127.0.0.1", urlsplit(url).port or 0)
 
