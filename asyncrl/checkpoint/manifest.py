@@ -7,7 +7,6 @@
 
 The comparison finds a flipped bit in any file (the manifest included), a truncated file and a missing file. Files that are not
 in the manifest are ignored. SHA-256 has processor instructions: 1.8 GB/s on one core, against 0.75 GB/s of BLAKE2b.
-Manifests of earlier versions of asyncrl have sizes alone, `{"config.json": 812}`. For these only the sizes are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ STATE = "state"
 MANIFEST = f"{STATE}/manifest.json"
 # The bytes before and after the digest of the manifest itself.
 _DIGEST_START, _DIGEST_END = b',\n  "sha256": "', b'"\n}'
-_ExpectedFiles = dict[str, tuple[int, str | None]]  # size and SHA-256 by relative path
+_ExpectedFiles = dict[str, tuple[int, str]]  # size and SHA-256 by relative path
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +37,13 @@ class Comparison:
 
     files: int  # the manifest included
     bytes: int  # of these files, by the manifest
-    has_checksums: bool
     faults: tuple[str, ...]  # a sentence for each damaged file
 
     def __str__(self) -> str:
         if self.faults:
             more = f"; {len(self.faults) - 3} more files" if len(self.faults) > 3 else ""
             return f"damaged: {'; '.join(self.faults[:3])}{more}"
-        size = f"{self.files} files, {self.bytes / 2**20:.1f} MiB"
-        return f"intact, {size}" if self.has_checksums else f"{size}, of the right size; written without checksums"
+        return f"intact, {self.files} files, {self.bytes / 2**20:.1f} MiB"
 
 
 class HashedFile(io.BufferedWriter):
@@ -81,20 +78,18 @@ def write_manifest(directory: Path, sizes: Mapping[str, int], digests: Mapping[s
 
 
 def compare(directory: Path, *, state: bool = True) -> Comparison:
-    """Read every file of a checkpoint and compare it with the manifest; compare only sizes if the manifest has no checksums.
-    `state=False` leaves out the files in `state/`.
+    """Read every file of a checkpoint and compare it with the manifest. `state=False` leaves out the files in `state/`.
     Missing and unreadable files are faults of the result, not exceptions."""
     try:
         raw = (directory / MANIFEST).read_bytes()
     except OSError as error:
-        return Comparison(0, 0, False, (_unreadable(MANIFEST, error),))
+        return Comparison(0, 0, (_unreadable(MANIFEST, error),))
     expected = _parse_manifest(raw)
     if expected is None:
-        return Comparison(1, len(raw), False, (f"{MANIFEST} is not what was written",))
+        return Comparison(1, len(raw), (f"{MANIFEST} is not what was written",))
     compared = {name: entry for name, entry in expected.items() if state or not name.startswith(f"{STATE}/")}
     total_bytes = len(raw) + sum(size for size, _ in compared.values())
-    has_checksums = all(digest is not None for _, digest in expected.values())
-    return Comparison(1 + len(compared), total_bytes, has_checksums, tuple(_faults(directory, compared)))
+    return Comparison(1 + len(compared), total_bytes, tuple(_faults(directory, compared)))
 
 
 def compare_during_run(directory: Path) -> Comparison | None:
@@ -113,7 +108,7 @@ def _faults(directory: Path, expected: _ExpectedFiles) -> Iterator[str]:
             actual_size = (directory / name).stat().st_size
             if actual_size != size:
                 yield f"{name} has {actual_size} bytes; expected {size}"
-            elif digest is not None and _digest(directory / name) != digest:
+            elif _digest(directory / name) != digest:
                 yield f"{name} is not what was written (its SHA-256 differs)"
         except OSError as error:
             yield _unreadable(name, error)
@@ -139,17 +134,8 @@ def _digest(path: Path) -> str:
 
 def _parse_manifest(raw: bytes) -> _ExpectedFiles | None:
     """None if the bytes are damaged."""
-    body, digest_start, end = raw.rpartition(_DIGEST_START)
-    if digest_start:
-        if hashlib.sha256(body).hexdigest().encode() + _DIGEST_END != end:
-            return None
-        files = orjson.loads(body + b"\n}")["files"]
-        return {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
-    # No digest: a manifest of an earlier version of asyncrl.
-    try:
-        sizes = orjson.loads(raw)
-    except orjson.JSONDecodeError:
+    body, _, end = raw.rpartition(_DIGEST_START)
+    if hashlib.sha256(body).hexdigest().encode() + _DIGEST_END != end:
         return None
-    if not isinstance(sizes, dict) or not all(type(size) is int for size in sizes.values()):
-        return None
-    return {name: (size, None) for name, size in sizes.items()}
+    files = orjson.loads(body + b"\n}")["files"]
+    return {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}

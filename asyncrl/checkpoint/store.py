@@ -56,7 +56,6 @@ class Checkpoint:
     version: int
     path: Path
     run: dict[str, Any]  # run.json; empty if there is no such file
-    verified: bool  # by SHA-256; False: by file sizes alone
 
     def trainer(self) -> dict[str, Any]:
         """The dictionary of trainer.pt with the rows of all ranks, tensors on the host. Blocks while it reads large files.
@@ -147,7 +146,7 @@ class CheckpointStore:
             intact = (v for v in reversed(self.versions()) if v < version and not compare(self.path(v)).faults)
             raise CheckpointError(f"the checkpoint {path} is {comparison}; {self.resume_advice(next(intact, None))}")
         run = read_run(path) if (path / STATE / "run.json").exists() else {}
-        return Checkpoint(version, path, run, comparison.has_checksums)
+        return Checkpoint(version, path, run)
 
     def load_latest(self) -> Checkpoint | None:
         """The checkpoint of `latest_version`, or None if the store is empty. Errors: `CheckpointError`."""

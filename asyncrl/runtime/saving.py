@@ -78,8 +78,7 @@ class SavedRun:
     @property
     def lines(self) -> list[str]:
         """A sentence for the terminal with the path of the checkpoint."""
-        warning = "" if self.checkpoint.verified else " was written without checksums: damage would not be noticed"
-        return [f"resume: {self.checkpoint.path}{warning}"]
+        return [f"resume: {self.checkpoint.path}"]
 
     @property
     def version(self) -> int:

@@ -275,7 +275,6 @@ def test_a_damaged_checkpoint_ends_a_resume_and_the_way_out_works(
     assert main(more) == 0
     assert [line["step"] for line in metrics_of(three.parent)] == [1, 2, 3, 4]
     assert command_line(["check", str(three.parent)]) == 0  # the damaged ones were written again
-    assert "checksums" not in capsys.readouterr().out
 
 
 def test_without_an_earlier_one_that_is_whole_this_is_said(three: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,22 +282,6 @@ def test_without_an_earlier_one_that_is_whole_this_is_said(three: Path, capsys: 
         flip(three / f"step_{version}/config.json")
     assert main(["run.yaml", "resume=true"]) == 5
     assert "no earlier checkpoint here is intact; run.overwrite=true starts" in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_before_is_resumed_with_a_word(three: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its manifest has sizes alone, which are still compared."""
-    state = three / "step_3/state"
-    files = [path for path in state.parent.rglob("*") if path.is_file() and path.name != "manifest.json"]
-    sizes = {path.relative_to(state.parent).as_posix(): path.stat().st_size for path in files}
-    (state / "manifest.json").write_bytes(orjson.dumps(sizes, option=orjson.OPT_INDENT_2))
-    assert main(["run.yaml", "resume=true", "train.max_steps=4"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("step_3 was written without checksums: damage would not be noticed") == 1
-    (three / "latest").unlink()
-    (three / "latest").symlink_to("step_3")
-    (three / "step_3/model.safetensors").write_bytes(b"short")
-    assert main(["run.yaml", "resume=true", "train.max_steps=5"]) == 5
-    assert "model.safetensors has 5 bytes; expected" in capsys.readouterr().err
 
 
 def test_a_run_that_starts_from_a_damaged_checkpoint_is_refused(
