@@ -129,10 +129,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """For tests of the callers of the native kernels: with them, where they were built, and without. What runs without them is
     their reference, and has to be right by itself."""
     if not request.param:
-        import torch
-
         monkeypatch.setattr("asyncrl.models.native.library._library", None)
-        monkeypatch.setattr("asyncrl.models.attention.tree._ROW_ATTENTION_DTYPES", {torch.bfloat16})
 
 
 @pytest.fixture(scope="module")

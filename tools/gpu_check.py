@@ -381,8 +381,7 @@ def tree(tokens: int, members: int = 8, prompt: int = 256) -> TreePlan:
     from asyncrl.models.attention.tree import TreePlan
 
     draw = np.random.default_rng(0)
-    lengths: list[int] = []
-    parents: list[int] = []
+    lengths, parents = list[int](), list[int]()
     while sum(lengths) < max(tokens, 1):
         parents += [-1, *[len(lengths)] * members]
         lengths += [prompt, *draw.integers(prompt // 4, 2 * prompt, members).tolist()]
@@ -443,9 +442,11 @@ def gradients(plan: TreePlan, inputs: list[Any], weight: Any, dtype: Any, *, mas
     """Output and gradients of (query, key, value). `masked`: by the general fallback."""
     import torch
 
+    from asyncrl.models.attention.tree import PaddedRows
+
     q, k, v = leaves = [part.to(dtype).requires_grad_() for part in inputs]
     scaling = q.shape[-1] ** -0.5
-    out = plan.attend_masked(q, k, v, scaling) if masked else plan.attend(0, q, k, v, scaling)
+    out = PaddedRows(plan.rows, q.device).attend(q, k, v, scaling) if masked else plan.attend(0, q, k, v, scaling)
     return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(dtype))]
 
 
@@ -689,7 +690,6 @@ def padding(device: str) -> Found:
 
 @claim("torch's kernel for ragged rows, windows included, gives what float64 gives", 90)
 def ragged_kernel(device: str) -> Found:
-    """What varlen tree attention, prefill and decode stand on."""
     require_card(device)
     import torch
 

@@ -180,7 +180,7 @@ def test_row_attention(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
         plan = RowAttention(rows, 6, torch.float32)
         out, kept = plan.forward(query, key, value, 0.25)
         gradients = tuple(torch.empty_like(t) for t in (query, key, value))
-        plan.backward(grad, query, key, value, kept, 0.25, (gradients[0], gradients[1], gradients[2]))
+        plan.backward(grad, (query, key, value, out, kept), 0.25, (gradients[0], gradients[1], gradients[2]))
         return (out, *gradients)
 
     close(*both(monkeypatch, compute), dtype)

@@ -11,10 +11,11 @@ from ragged_reference import ReferenceKernel
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from asyncrl.models.attention.general import GeneralAttention
 from asyncrl.models.attention.interface import AttentionTerms
-from asyncrl.models.attention.ragged import RaggedWindow
+from asyncrl.models.attention.ragged import RaggedTree, RaggedWindow
 from asyncrl.models.attention.rows import NodeRow, fits, group_into_bins, row_bytes
-from asyncrl.models.attention.tree import TreePlan
+from asyncrl.models.attention.tree import PaddedRows, TreePlan
 
 PLAIN = AttentionTerms()
 # (length, parent) of each node.
@@ -82,15 +83,13 @@ def dense(
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 8), (9, 3, 64), (2, 2, 16)], ids=str)
-@pytest.mark.parametrize("path", ["attend", "views", "products", "products in many bins", "attend_masked", "ragged"])
+@pytest.mark.parametrize("path", ["products", "products in many bins", "calls", "padded", "ragged"])
 @pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
 def test_equals_dense_masked_attention(
     trees: Nodes, path: str, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if path.startswith("products"):
-        monkeypatch.setattr("asyncrl.models.attention.tree._ROW_ATTENTION_DTYPES", {torch.float64})
-    if path == "views":
-        monkeypatch.setattr("asyncrl.models.attention.tree._SMALL_SPAN_FLOP", 0.0)
+    if path == "calls":
+        monkeypatch.setattr("asyncrl.models.attention.tree.fits", lambda *case: False)
     if path.endswith("bins"):
         monkeypatch.setattr("asyncrl.models.attention.rows._BIN_BYTES", 1)
     kernel = ReferenceKernel()
@@ -98,7 +97,7 @@ def test_equals_dense_masked_attention(
         monkeypatch.setattr("asyncrl.models.attention.tree.kernel_for", lambda *case: kernel)
     plan, mask = build(trees)
     qkv = inputs(mask.shape[0], heads, torch.float64)
-    out = plan.attend(0, *qkv, 0.3) if path != "attend_masked" else plan.attend_masked(*qkv, 0.3)
+    out = plan.attend(0, *qkv, 0.3) if path != "padded" else padded(plan).attend(*qkv, 0.3)
     expected = dense(*qkv, mask, 0.3)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -108,6 +107,10 @@ def test_equals_dense_masked_attention(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     # Forward and backward: all nodes at once, and once for each level with inner nodes.
     assert kernel.calls == (2 + 2 * inner_levels(trees) if path == "ragged" else 0)
+
+
+def padded(plan: TreePlan) -> PaddedRows:
+    return PaddedRows(plan.rows, torch.device("cpu"))
 
 
 def inner_levels(nodes: Nodes) -> int:
@@ -134,9 +137,9 @@ def random_forest(seed: int) -> Nodes:
 
 
 WAYS: dict[str, list[AttentionTerms]] = {
-    "blocks": [PLAIN],
+    "calls": [PLAIN],
     "products": [PLAIN],
-    "masked": [PLAIN],
+    "padded": [PLAIN],
     "ragged": [PLAIN, AttentionTerms(1), AttentionTerms(4), AttentionTerms(11)],
     "general": [AttentionTerms(1), AttentionTerms(4), AttentionTerms(11, 0.7), AttentionTerms(None, 2.0)],
     "sinks": [AttentionTerms(), AttentionTerms(6), AttentionTerms(6, 0.7)],
@@ -148,8 +151,8 @@ WAYS: dict[str, list[AttentionTerms]] = {
 def test_a_forest_equals_its_rows_alone(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node with its ancestors as a sequence of its own, in value and summed gradient."""
     kernel = ReferenceKernel()
-    if way == "products":
-        monkeypatch.setattr("asyncrl.models.attention.tree._ROW_ATTENTION_DTYPES", {torch.float64})
+    if way == "calls":
+        monkeypatch.setattr("asyncrl.models.attention.tree.fits", lambda *case: False)
     if way == "ragged":
         monkeypatch.setattr("asyncrl.models.attention.tree.kernel_for", lambda *case: kernel)
     nodes = random_forest(seed)
@@ -162,7 +165,7 @@ def test_a_forest_equals_its_rows_alone(seed: int, way: str, monkeypatch: pytest
             terms = AttentionTerms(terms.window, terms.softcap, sinks.requires_grad_())
             leaves = [*leaves[:3], sinks]
         kernel.calls = 0
-        out = plan.attend_masked(*leaves, 0.3) if way == "masked" else plan.attend(0, *leaves[:3], 0.3, terms)
+        out = padded(plan).attend(*leaves, 0.3) if way == "padded" else plan.attend(0, *leaves[:3], 0.3, terms)
         found = torch.autograd.grad(out, leaves, weights)
         right = [torch.zeros_like(leaf) for leaf in leaves]
         for (length, _), end in zip(nodes, ends, strict=True):
@@ -182,17 +185,30 @@ def test_a_forest_equals_its_rows_alone(seed: int, way: str, monkeypatch: pytest
         assert kernel.calls == (0 if way != "ragged" else 2 + 2 * inner_levels(nodes) if empty else 2)
 
 
-def test_without_a_kernel_a_gpu_pads_no_rows_of_deep_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_kernel_a_gpu_pads_no_rows_of_deep_trees() -> None:
     """Padded rows of many turns would outgrow the memory. The device "meta" takes a GPU's branch."""
-    padded: list[int] = []
-    monkeypatch.setattr(TreePlan, "attend_masked", lambda plan, query, *rest: padded.append(plan.tokens) or query)
-    for name in ("one long tree", "four levels"):
+    for name, kind in (("one long tree", PaddedRows), ("four levels", GeneralAttention)):
         plan, _ = build(TREES[name])
         parts = [torch.empty(plan.tokens, heads, 8, device="meta", requires_grad=True) for heads in (4, 2, 2)]
         out = plan.attend(0, *parts, 0.3)
         assert out.shape == parts[0].shape
-        torch.autograd.grad(out.sum(), parts, allow_unused=True)
-    assert padded == [sum(length for length, _ in TREES["one long tree"])]
+        torch.autograd.grad(out.sum(), parts)
+        assert [type(chosen) for chosen in plan._implementations.values()] == [kind]
+
+
+def test_padded_rows_compute_their_forward_again() -> None:
+    """What a fused layer calls, beside what autograd finds."""
+    plan, _ = build(TREES["one long tree"])
+    qkv = inputs(plan.tokens, (4, 2, 8), torch.float64)
+    rows = padded(plan)
+    out = rows.attend(*qkv, 0.3)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    values = [part.detach() for part in qkv]
+    alone, nothing = rows.forward(*values, 0.3)
+    gradients = tuple(torch.empty_like(part) for part in values)
+    rows.backward(grad, (*values, alone, nothing), 0.3, gradients)  # type: ignore[arg-type]  # three of them
+    for ours, theirs in zip((alone, *gradients), (out, *torch.autograd.grad(out, qkv, grad)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_a_deep_result_in_bfloat16_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,15 +230,6 @@ def test_a_deep_result_in_bfloat16_is_rounded_once(monkeypatch: pytest.MonkeyPat
         assert deep <= 1.2 * shallow, errors
 
 
-def test_small_segments_share_a_call_and_large_ones_do_not() -> None:
-    plan, mask = build(TREES["ragged with an empty suffix"])
-    small = inputs(mask.shape[0], (4, 2, 8), torch.float64)[0]
-    assert len(plan.self_blocks(small)) < len(plan.rows)
-    plan, mask = build(two_levels([(100, [128, 120, 90])]))
-    large = inputs(mask.shape[0], (9, 3, 64), torch.float64)[0]
-    assert plan.self_blocks(large) == [row.own for row in plan.rows]
-
-
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
 def test_bfloat16_is_as_close_to_the_truth_as_torchs_own(trees: Nodes) -> None:
@@ -240,7 +247,7 @@ def test_bfloat16_is_as_close_to_the_truth_as_torchs_own(trees: Nodes) -> None:
             float((a.detach().double() - b.detach()).square().mean().sqrt()) for a, b in zip(found, right, strict=True)
         ]
 
-    for ours, theirs in zip(errors(plan.attend(0, *qkv, 0.25)), errors(plan.attend_masked(*qkv, 0.25)), strict=True):
+    for ours, theirs in zip(errors(plan.attend(0, *qkv, 0.25)), errors(padded(plan).attend(*qkv, 0.25)), strict=True):
         assert ours <= 1.5 * theirs + 1e-4
 
 
@@ -250,6 +257,7 @@ def test_bfloat16_rows_too_long_for_products_go_through_float32(monkeypatch: pyt
     qkv = inputs(mask.shape[0], (4, 2, 16), torch.bfloat16)
     out = plan.attend(0, *qkv, 0.25)
     expected = plan.attend(0, *(x.float() for x in qkv), 0.25).to(torch.bfloat16)
+    assert [type(chosen) for chosen in plan._implementations.values()] == [RaggedTree, RaggedTree]
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
     assert all(g.dtype == torch.bfloat16 for g in torch.autograd.grad(out.sum(), qkv))
 
@@ -316,7 +324,7 @@ def test_gradients_of_keys_that_many_rows_share_are_summed_in_float32(way: str) 
     sums = Sums()
     with sums:
         if way == "padded":
-            plan.attend_masked(*qkv, 0.3).sum().backward()
+            padded(plan).attend(*qkv, 0.3).sum().backward()
         else:
             window = RaggedWindow(ReferenceKernel(), plan.rows, 2, torch.device("cpu"))
             values = [part.detach() for part in qkv]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import orjson
 import pytest
 import torch
 from runtime_helpers import DRY, MODEL, REAL, ROOT, config_of, metrics_of, run_ranks, train, weights_of, write_yaml

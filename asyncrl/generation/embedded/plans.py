@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl.models.attention.general import attend_seen, cut, visible
-from asyncrl.models.attention.interface import NO_TERMS, AttentionTerms, PlanWithRoutes
+from asyncrl.models.attention.interface import NO_TERMS, AttentionPlan, AttentionTerms
 from asyncrl.models.attention.ragged import Ends, RaggedRows
 from asyncrl.models.copying import to_device
 from asyncrl.models.native import library as native
@@ -92,7 +92,7 @@ class _CachePieces:
         return terms.softcap is None and terms.sinks is None
 
 
-class DecodePlan(PlanWithRoutes):
+class DecodePlan(AttentionPlan):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
     def __init__(self, cache: KVCache, position_n: Int64Array, layout: Tensor | None = None) -> None:
@@ -198,7 +198,7 @@ class PromptPiece:
     length: int
 
 
-class ExtendPlan(PlanWithRoutes):
+class ExtendPlan(AttentionPlan):
     """Packed pieces: each writes its keys and values and attends causally over its own row.
 
     Neighbouring pieces that start at 0 and have equal lengths share one attention call, so callers sort pieces by length.

@@ -29,7 +29,7 @@ from asyncrl.types import Microbatch
 
 from ..paths import ModelPath
 from .interface import NO_TERMS, AttentionTerms
-from .tree import TreeAttention, TreePlan
+from .tree import TreePlan
 
 
 def require_context(config: PretrainedConfig, path: ModelPath | None, siblings: int) -> None:
@@ -53,20 +53,13 @@ def _require_heads(heads: int, siblings: int) -> None:
 
 
 class ContextPlan(TreePlan):
-    """The plan of one sibling. All siblings must call `attend`, `forward` and `backward` in the same order."""
+    """The plan of one sibling. `attend`, `forward` and `backward` are collectives: all siblings call them in the same order."""
 
     def __init__(self, batch: Microbatch, siblings: Collectives) -> None:
         """The padding is a root of its own behind all nodes of `batch`."""
         padding = -batch.tokens.size % siblings.world_size
         super().__init__(np.append(batch.node_length, padding), np.append(batch.node_parent, -1))
         self._siblings = siblings
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS
-    ) -> Tensor:
-        """`query` [t, H, D], `key` and `value` [t, K, D] -> [t, H, D]. A collective, and its backward as well."""
-        result: Tensor = TreeAttention.apply(query, key, value, terms.sinks, self, scaling, terms)
-        return result
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS

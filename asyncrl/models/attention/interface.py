@@ -16,7 +16,7 @@ Shape legend: T packed tokens, H query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,21 +67,17 @@ class AttentionTerms:
 NO_TERMS = AttentionTerms()
 
 
-class PlanWithRoutes:
-    """Base of the plans. A caller sets `routes` to record or replay the experts of each token of a forward."""
+class AttentionPlan:
+    """The layout of the tokens of one forward: which tokens each query sees. A caller sets `routes` to record or replay the experts
+    of each token of the forward."""
 
     routes: Routes | None = None
-
-
-class AttentionPlan(Protocol):
-    """The layout of the tokens of one forward: which tokens each query sees. `routes`: as in `PlanWithRoutes`."""
-
-    routes: Routes | None
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS
     ) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] (rotary applied) -> [T, H, D]. Training plans are differentiable."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

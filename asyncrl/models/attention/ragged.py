@@ -1,13 +1,14 @@
-"""Attention over rows of any lengths, without padding, by one kernel: training trees, prefill and decode on a GPU.
+"""Attention over rows of any lengths, without padding, by torch's FlashAttention.
 
 A kernel reads packed queries [Q, H, D], packed keys and values [C, K, D], and the end of each row. It returns the output
-[Q, H, D] and the log-sum-exp [H, Q]. `FlashKernel` is torch's FlashAttention, for bfloat16 and float16. Each process compares
-the kernel with products in float64. The comparison of whole models (runtime/gate.py) runs in float32, without the kernel.
+[Q, H, D] and the log-sum-exp [H, Q]. `FlashKernel` is for bfloat16 and float16 on a GPU: training, prefill and decode. Each process
+compares this kernel with products in float64, because the comparison of whole models (runtime/gate.py) runs in float32, without the
+kernel. `CpuKernel` is for training and prefill on a CPU.
 
 In the first call of a layer without a window each token attends to its own node. In one more call for each level of inner nodes,
 all descendants of each node of that level attend to the node. The descendants of a node are adjacent, and nodes of a level share no
 descendants. The log-sum-exp merges the results. Backward gives the merged output and log-sum-exp to all calls, which makes all
-gradients exact (Liu et al., arXiv:2310.01889).
+gradients exact. Ring attention uses the same identity (Liu et al., arXiv:2310.01889).
 
 A layer with a window takes one call. The keys of a row are its own tokens and the last `window - 1` tokens of its context.
 Gradients of keys that several rows share are summed in float32.
@@ -20,8 +21,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ logger = logging.getLogger("asyncrl.models")
 # Accepted error of a kernel, as a share of the largest entry. bfloat16 rounds to 0.004, and rounds gradients of keys twice.
 _TOLERANCE = 0.02
 _MAX_HEAD_SIZE = 256
+_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Ends(NamedTuple):
@@ -57,32 +60,20 @@ class RaggedRows(NamedTuple):
     window: int | None = None
 
 
-class Kernel(Protocol):
-    """The kernel that the top of this file describes. `qkv` are packed queries, keys and values."""
+class FlashKernel:
+    """torch's variable-length FlashAttention. Its two operators dispatch to versions 2, 3 and 4. `qkv`: packed queries, keys and
+    values."""
 
     def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
         """(output [Q, H, D], log-sum-exp [H, Q] in float32 or wider). Autograd does not record this call."""
-
-    def cached(self, qkv: Sequence[Tensor], rows: RaggedRows, used_N: Tensor, scaling: float) -> Tensor:
-        """The output [Q, H, D] over keys in a cache: `rows.keys.ends[n]` is the index of row n's first key, and `used_N[n]` (int32)
-        the number of row n's keys."""
-
-    def backward(
-        self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values. `out` and `lse` must cover all keys of a query, also keys of other calls."""
-
-
-class FlashKernel:
-    """torch's variable-length FlashAttention. Its two operators dispatch to versions 2, 3 and 4."""
-
-    def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
         results = torch.ops.aten._flash_attention_forward(
             *qkv, *_sizes(rows), 0.0, rows.causal, False, scale=scaling, window_size_left=_keys_before(rows.window)
         )
         return results[0], results[1]
 
     def cached(self, qkv: Sequence[Tensor], rows: RaggedRows, used_N: Tensor, scaling: float) -> Tensor:
+        """The output [Q, H, D] over keys in a cache: `rows.keys.ends[n]` is the index of row n's first key, and `used_N[n]` (int32)
+        the number of row n's keys."""
         output: Tensor = torch.ops.aten._flash_attention_forward(
             *qkv, *_sizes(rows), 0.0, rows.causal, False,
             scale=scaling, window_size_left=_keys_before(rows.window), seqused_k=used_N,
@@ -92,6 +83,7 @@ class FlashKernel:
     def backward(
         self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values. `out` and `lse` must cover all keys of a query, also keys of other calls."""
         # The operator requires the random state of dropout, and does not read this tensor at a dropout rate of 0.
         unused = torch.empty(2, dtype=torch.uint64, device=grad.device)
         gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
@@ -109,8 +101,52 @@ def _keys_before(window: int | None) -> int | None:
     return None if window is None else window - 1
 
 
+class CpuKernel:
+    """torch's FlashAttention for CPUs, called once for each row. See `FlashKernel`. Has no windows. 16-bit types are computed in
+    float32, and results stay float32: the backward in bfloat16 has a fifth of the rate in float32."""
+
+    def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
+        query, key, value = map(_wide, qkv)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        lse = torch.empty(query.shape[1], query.shape[0], dtype=query.dtype)
+        for own, seen in _pairs(rows):
+            inputs = map(_heads_first, (query[own], key[seen], value[seen]))
+            part, part_lse = _cpu_forward(*inputs, 0.0, rows.causal, scale=scaling)
+            out[own], lse[:, own] = part[0].transpose(0, 1), part_lse[0]
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, rows: RaggedRows, scaling: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, grad, out = map(_wide, (*qkv, grad, out))
+        gradients = tuple(torch.empty(part.shape, dtype=part.dtype) for part in (query, key, value))
+        for own, seen in _pairs(rows):
+            inputs = map(_heads_first, (grad[own], query[own], key[seen], value[seen], out[own]))
+            parts = _cpu_backward(*inputs, lse[None, :, own].contiguous(), 0.0, rows.causal, scale=scaling)
+            for target, index, part in zip(gradients, (own, seen, seen), parts, strict=True):
+                target[index] = part[0].transpose(0, 1)
+        return gradients[0], gradients[1], gradients[2]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _heads_first(packed: Tensor) -> Tensor:
+    """View [1, X, L, D] of one row [L, X, D]."""
+    return packed.transpose(0, 1).unsqueeze(0)
+
+
+def _pairs(rows: RaggedRows) -> Iterator[tuple[slice, slice]]:
+    """The packed queries and the packed keys of each row."""
+    for own, seen in zip(
+        *(itertools.pairwise(ends.tolist()) for ends in (rows.queries.ends, rows.keys.ends)), strict=True
+    ):
+        yield slice(*own), slice(*seen)
+
+
 @functools.cache
-def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> Kernel | None:
+def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> FlashKernel | None:
     """The kernel for heads of this size, or None. A kernel that fails or is too far from float64 gives a warning and None."""
     if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -132,7 +168,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> Kernel | 
     return None
 
 
-def largest_error(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) -> float:
+def largest_error(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, size: int) -> float:
     """The largest error of outputs and gradients against float64, relative to the largest entry of the tensor."""
     lengths_q, lengths_k, heads, kv_heads = [5, 70, 1, 130], [64, 70, 33, 200], 4, 2
     generator = torch.Generator().manual_seed(0)
@@ -147,8 +183,7 @@ def largest_error(kernel: Kernel, device: torch.device, dtype: torch.dtype, size
         wide = [part.double().requires_grad_() for part in qkv]
         with torch.enable_grad():
             q, k, v = wide
-            slices = zip(_slices(lengths_q), _slices(lengths_k), strict=True)
-            exact = torch.cat([_products(q[row_q], k[row_k], v[row_k], rows, scaling) for row_q, row_k in slices])
+            exact = torch.cat([_products(q[own], k[seen], v[seen], rows, scaling) for own, seen in _pairs(rows)])
         references = [exact.detach(), *torch.autograd.grad(exact, wide, grad.double())]
         for tensor, reference in zip(tested, references, strict=True):
             worst = max(worst, float((tensor.double() - reference).abs().max() / reference.abs().max()))
@@ -156,10 +191,6 @@ def largest_error(kernel: Kernel, device: torch.device, dtype: torch.dtype, size
             used = torch.tensor(lengths_k, dtype=torch.int32, device=device)
             worst = max(worst, float((kernel.cached(qkv, rows, used, scaling) - out).abs().max()))
     return worst
-
-
-def _slices(lengths: list[int]) -> list[slice]:
-    return [slice(*pair) for pair in itertools.pairwise(np.cumsum([0, *lengths]).tolist())]
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, rows: RaggedRows, scaling: float) -> Tensor:
@@ -192,7 +223,11 @@ class RaggedTree:
     """All packed trees, for a layer without a window. `rows` and `levels`: of `TreePlan`."""
 
     def __init__(
-        self, kernel: Kernel, rows: list[NodeRow], levels: Sequence[Sequence[tuple[slice, slice]]], device: torch.device
+        self,
+        kernel: FlashKernel | CpuKernel,
+        rows: list[NodeRow],
+        levels: Sequence[Sequence[tuple[slice, slice]]],
+        device: torch.device,
     ) -> None:
         self.kernel = kernel
         own = ends_of([row.length for row in rows], device)
@@ -214,35 +249,34 @@ class RaggedTree:
             share = (part_lse - lse_before).sigmoid_().t().unsqueeze(-1)  # the node's part of the joint softmax
             total[below] = (total[below] * (1 - share)).addcmul_(part, share).to(total.dtype)
             lse[:, below] = torch.logaddexp(lse_before, part_lse)
-        return total.to(out.dtype), lse
+        return total.to(query.dtype), lse
 
     def backward(
         self, grad: Tensor, saved: tuple[Tensor, ...], scaling: float, gradients: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         """Writes the gradients of query, key and value into `gradients`. `saved` is (query, key, value, output, log-sum-exp)."""
         query, key, value, out, lse = saved
-        own_gradients = self.kernel.backward(grad, (query, key, value), out, lse, self.own_rows, scaling)
-        for target, part in zip(gradients, own_gradients, strict=True):
-            target.copy_(part)
+        sums = list(self.kernel.backward(grad, (query, key, value), out, lse, self.own_rows, scaling))
         # A key gets a gradient from its own node and from one level. A query gets one from its own node and from each level above.
-        query_sum = gradients[0] if len(self.levels) < 2 else own_gradients[0].to(lse.dtype)
+        if len(self.levels) > 1:
+            sums[0] = sums[0].to(lse.dtype)
         for rows, below, nodes in self.levels:
             qkv, part_lse = (query[below], key[nodes], value[nodes]), lse[:, below].contiguous()
             parts = self.kernel.backward(grad[below], qkv, out[below], part_lse, rows, scaling)
-            for target, part, index in zip((query_sum, *gradients[1:]), parts, (below, nodes, nodes), strict=True):
+            for total, part, index in zip(sums, parts, (below, nodes, nodes), strict=True):
                 # For 16-bit tensors torch adds in float32, and rounds once. No index occurs twice, so no order matters.
                 if isinstance(index, slice):
-                    target[index].add_(part)
+                    total[index].add_(part)
                 else:
-                    target.index_add_(0, index, part.to(target.dtype))
-        if query_sum is not gradients[0]:
-            gradients[0].copy_(query_sum)
+                    total.index_add_(0, index, part.to(total.dtype))
+        for target, total in zip(gradients, sums, strict=True):
+            target.copy_(total)
 
 
 class RaggedWindow:
     """All packed trees, for a layer whose queries see `window` tokens. `rows`: of `TreePlan`."""
 
-    def __init__(self, kernel: Kernel, rows: list[NodeRow], window: int, device: torch.device) -> None:
+    def __init__(self, kernel: FlashKernel, rows: list[NodeRow], window: int, device: torch.device) -> None:
         self.kernel = kernel
         tails = [row.context[max(0, row.context.size + 1 - window) :] for row in rows]
         queries = ends_of([row.length for row in rows], device)

@@ -100,16 +100,10 @@ class RowAttention:
         return [part.view(row_bin.rows * kv_heads, -1, row_bin.width) for row_bin, part in parts]
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kept: Tensor,
-        scaling: float,
-        gradients: tuple[Tensor, Tensor, Tensor],
+        self, grad: Tensor, saved: tuple[Tensor, ...], scaling: float, gradients: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """Writes the gradients of query, key and value into `gradients`. `kept`: the weights that forward returned."""
+        """Writes the gradients of query, key and value into `gradients`. `saved`: (query, key, value, output, weights)."""
+        query, key, value, _, kept = saved
         kv_heads, dtype = key.shape[1], query.dtype
         query_gradient, key_gradient, value_gradient = gradients
         sums = [torch.zeros(key.shape, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..attention.interface import NO_TERMS, PLAN_ARGUMENT, AttentionPlan, AttentionTerms, PlanWithRoutes
+from ..attention.interface import NO_TERMS, PLAN_ARGUMENT, AttentionPlan, AttentionTerms
 from ..head.output import decoder_of
 from ..rotary import original_context
 from .layers import Layer, LayerCall, RotaryCall, Rotation
@@ -41,7 +41,7 @@ class DecoderCalls:
     multiplier: float
 
 
-class _ZeroAttention(PlanWithRoutes):
+class _ZeroAttention(AttentionPlan):
     """Records the arguments of `attend` for each layer, and returns zeros."""
 
     def __init__(self) -> None:
