@@ -9,7 +9,7 @@ backward computes them again, so memory is bounded by one chunk of [chunk, V] fo
 
 Matrix products have the dtype of the weight. Everything after a product is float32 (float64 for float64 weights). On a CPU the
 torch softmax computes a few rows at a time, which stay in cache: two to three times faster than all rows at once. The native
-kernels read each row twice. A scale of the logits is merged with the temperature. Soft-capping uses scratch memory for a few rows.
+kernels read each row twice. A scale of the logits is merged with the temperature. torch computes soft-capped logits.
 
 Where Liger's kernels are usable (liger.py) they replace `default_passes` and give the same results.
 
@@ -34,11 +34,9 @@ CHUNK_ROWS = 512
 # 2,048 tokens of a microbatch times the vocabulary of a small model.
 KEEP_LOGITS = 2048 * 49_152
 # Rows of one forward product on a CPU. In float32, products of 64 rows took a tenth more time than products of 256 rows.
-_PRODUCT_ROWS = {torch.float32: 256}
-# Rows of one product in other dtypes. In bfloat16 256 rows save no time and need four times the memory.
-_OTHER_PRODUCT_ROWS = 64
+_CPU_PRODUCT_ROWS = 256
 _CPU_BLOCK_ROWS = 16
-# Small, since each soft-capped row needs four rows of float32 scratch.
+# Of soft-capped logits. Small, since each row needs two rows of float32 scratch.
 _CAPPED_ROWS = 128
 
 
@@ -224,10 +222,10 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def default_passes(hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform = NO_TRANSFORM) -> HeadPasses:
-    """Passes without a kernel package: native kernels if they are built and support `hidden`, else torch."""
-    if transform.softcap is not None:
-        return CappedPasses(hidden, vocabulary, chunk, transform)
-    return NativePasses() if native.takes(hidden) else TorchPasses(hidden, vocabulary, chunk)
+    """Passes without a kernel package: native kernels if they are built and support `hidden` and `transform`, else torch."""
+    if transform.softcap is None and native.takes(hidden):
+        return NativePasses()
+    return TorchPasses(hidden, vocabulary, chunk, transform)
 
 
 class NativePasses:
@@ -248,10 +246,14 @@ class NativePasses:
 
 
 class TorchPasses:
-    """Passes by torch, a few rows at a time on a CPU. The [2, R, V] of scratch should not outlive one forward or backward."""
+    """Passes by torch, a few rows at a time on a CPU or with a soft cap. The [2, R, V] of scratch should not outlive one forward or
+    backward. A `transform` without a soft cap is ignored, because the caller merges its scale with the temperature."""
 
-    def __init__(self, hidden: Tensor, vocabulary: int, chunk: int) -> None:
-        self._block = _block_rows(hidden, chunk)
+    def __init__(self, hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform = NO_TRANSFORM) -> None:
+        self._cap = None if transform.softcap is None else transform
+        self._block = min(chunk, _CAPPED_ROWS) if self._cap is not None else chunk
+        if hidden.device.type == "cpu":
+            self._block = min(self._block, _CPU_BLOCK_ROWS)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         rows = min(self._block, hidden.shape[0])
         self._scratch = torch.empty(2, rows, vocabulary, dtype=wide, device=hidden.device)
@@ -259,10 +261,17 @@ class TorchPasses:
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
         for start, end in _ranges(logits.shape[0], self._block):
             rows = slice(first + start, first + end)
-            _statistics(
-                logits[start:end], columns.inverse[rows], columns.target[rows], self._scratch[:, : end - start],
-                logp[rows], columns.lse[rows], columns.entropy[rows],
-            )  # fmt: skip
+            shifted, weights = self._scratch[0, : end - start], self._scratch[1, : end - start]
+            self._scale(logits[start:end], columns.inverse[rows], shifted)
+            largest = shifted.amax(1, keepdim=True)
+            shifted.sub_(largest)
+            torch.exp(shifted, out=weights)
+            total = weights.sum(1)
+            log_total = total.log()
+            picked = shifted.gather(1, columns.target[rows].unsqueeze(1)).squeeze(1)
+            torch.sub(picked, log_total, out=logp[rows])
+            torch.add(log_total, largest.squeeze(1), out=columns.lse[rows])
+            torch.sub(log_total, torch.linalg.vecdot(weights, shifted) / total, out=columns.entropy[rows])
 
     def gradient_(
         self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
@@ -270,89 +279,32 @@ class TorchPasses:
         for start, end in _ranges(logits.shape[0], self._block):
             rows = slice(first + start, first + end)
             inverse = columns.inverse[rows]
-            entropy = None if grad_entropy is None else (grad_entropy[rows] * inverse, columns.entropy[rows])
-            _logits_gradient(
-                logits[start:end], inverse, columns.target[rows], columns.lse[rows], grad_logp[rows] * inverse, entropy,
-                self._scratch[:, : end - start],
-            )  # fmt: skip
+            slope = (grad_logp[rows] * inverse).unsqueeze(1)
+            logp, work = self._scratch[0, : end - start], self._scratch[1, : end - start]
+            self._scale(logits[start:end], inverse, logp)
+            logp.sub_(columns.lse[rows].unsqueeze(1))
+            torch.exp(logp, out=work)
+            if grad_entropy is None:
+                work.mul_(-slope)
+            else:
+                entropy_slope = (grad_entropy[rows] * inverse).unsqueeze(1)
+                logp.add_(columns.entropy[rows].unsqueeze(1)).mul_(entropy_slope).add_(slope)
+                work.mul_(logp).neg_()
+            work.scatter_add_(1, columns.target[rows].unsqueeze(1), slope)
+            if self._cap is not None:
+                work.mul_(self._cap.derivative_(self._cap.apply_(logp.copy_(logits[start:end]))))
+            logits[start:end].copy_(work)
 
-
-class CappedPasses:
-    """`HeadPasses` of soft-capped logits. A few rows at a time are capped in scratch [2, R, V], in the dtype of the columns."""
-
-    def __init__(self, hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform) -> None:
-        self._transform = transform
-        self._block = _block_rows(hidden, min(chunk, _CAPPED_ROWS))
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        self._scratch = torch.empty(2, min(self._block, hidden.shape[0]), vocabulary, dtype=wide, device=hidden.device)
-        self._inner = default_passes(self._scratch[0], vocabulary, self._block)
-
-    def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
-        """`logits` are not capped and stay unchanged."""
-        for start, end in _ranges(logits.shape[0], self._block):
-            capped = self._transform.apply_(self._scratch[0, : end - start].copy_(logits[start:end]))
-            self._inner.statistics(capped, first + start, columns, logp)
-
-    def gradient_(
-        self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
-    ) -> None:
-        """Overwrites `logits`, which are not capped, with the gradient of the uncapped logits."""
-        for start, end in _ranges(logits.shape[0], self._block):
-            capped = self._transform.apply_(self._scratch[0, : end - start].copy_(logits[start:end]))
-            slope = self._transform.derivative_(self._scratch[1, : end - start].copy_(capped))
-            self._inner.gradient_(capped, first + start, columns, grad_logp, grad_entropy)
-            logits[start:end].copy_(capped.mul_(slope))
-
-
-def _statistics(
-    logits: Tensor, inverse: Tensor, target: Tensor, scratch: Tensor, logp: Tensor, lse: Tensor, entropy: Tensor
-) -> None:
-    """Writes `logp`, `lse` and `entropy` [R] of logits [R, V]. `scratch` is [2, R, V]."""
-    shifted, weights = scratch[0], scratch[1]
-    torch.mul(logits, inverse.unsqueeze(1), out=shifted)
-    largest = shifted.amax(1, keepdim=True)
-    shifted.sub_(largest)
-    torch.exp(shifted, out=weights)
-    total = weights.sum(1)
-    log_total = total.log()
-    picked = shifted.gather(1, target.unsqueeze(1)).squeeze(1)
-    torch.sub(picked, log_total, out=logp)
-    torch.add(log_total, largest.squeeze(1), out=lse)
-    mean = torch.linalg.vecdot(weights, shifted) / total
-    torch.sub(log_total, mean, out=entropy)
-
-
-def _logits_gradient(
-    logits: Tensor,
-    inverse: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    slope: Tensor,
-    entropy_terms: tuple[Tensor, Tensor] | None,
-    scratch: Tensor,
-) -> None:
-    """Overwrites logits [R, V] with their gradient. `slope` [R]: the gradient of logp, divided by the temperature. `entropy_terms`:
-    the gradient of the entropy, divided by the temperature [R]; and the entropy [R]. `scratch` is [2, R, V]."""
-    logp, work = scratch[0], scratch[1]
-    torch.mul(logits, inverse.unsqueeze(1), out=logp)
-    logp.sub_(lse.unsqueeze(1))
-    torch.exp(logp, out=work)
-    if entropy_terms is None:
-        work.mul_(-slope.unsqueeze(1))
-    else:
-        entropy_slope, entropy = entropy_terms
-        logp.add_(entropy.unsqueeze(1)).mul_(entropy_slope.unsqueeze(1)).add_(slope.unsqueeze(1))
-        work.mul_(logp).neg_()
-    work.scatter_add_(1, target.unsqueeze(1), slope.unsqueeze(1))
-    logits.copy_(work)
-
-
-def _block_rows(hidden: Tensor, chunk: int) -> int:
-    return min(_CPU_BLOCK_ROWS, chunk) if hidden.device.type == "cpu" else chunk
+    def _scale(self, logits: Tensor, inverse: Tensor, out: Tensor) -> None:
+        """Writes the logits, soft-capped and divided by the temperature, to `out`."""
+        if self._cap is None:
+            torch.mul(logits, inverse.unsqueeze(1), out=out)
+        else:
+            self._cap.apply_(out.copy_(logits)).mul_(inverse.unsqueeze(1))
 
 
 def _product_rows(hidden: Tensor, chunk: int) -> int:
-    return min(_PRODUCT_ROWS.get(hidden.dtype, _OTHER_PRODUCT_ROWS), chunk) if hidden.device.type == "cpu" else chunk
+    return min(_CPU_PRODUCT_ROWS, chunk) if hidden.device.type == "cpu" else chunk
 
 
 def _ranges(total: int, size: int) -> Iterator[tuple[int, int]]:
