@@ -84,9 +84,9 @@ def test_swiglu_and_its_gradient(device: torch.device, dtype: torch.dtype, size:
     wide = gate_up.double().requires_grad_()
     expected = torch.nn.functional.silu(wide[:, :size]) * wide[:, size:]
     (slope,) = torch.autograd.grad(expected, wide, grad.double())
-    close(kernels.swiglu(gate_up, torch.empty_like(grad)), expected.detach())
+    close(kernels.gated(gate_up, torch.empty_like(grad), "silu"), expected.detach())
     product = torch.empty_like(grad)
-    kernels.swiglu_backward_(gate_up, grad, product, Scratch())
+    kernels.gated_backward_(gate_up, grad, product, Scratch(), "silu")
     close(product, expected.detach())
     close(gate_up, slope)
 

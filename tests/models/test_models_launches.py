@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
 
 
 def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor) -> None:
-    kernels.swiglu_backward_(gate_up, grad, product, kernels.Scratch())
+    kernels.gated_backward_(gate_up, grad, product, kernels.Scratch(), "silu")
 
 
 @pytest.fixture
@@ -105,7 +106,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr("asyncrl.models.parameters.packed.add_product_", add_product)
     monkeypatch.setattr(gpu, "PRESENT", True)
     monkeypatch.setattr(gpu, "takes", lambda *tensors: True)
-    for name, call in (("rotate_", rotate_), ("swiglu", kernels.swiglu), ("swiglu_backward_", swiglu_backward_)):
+    for name, call in (
+        ("rotate_", rotate_),
+        ("swiglu", partial(kernels.gated, activation="silu")),
+        ("swiglu_backward_", swiglu_backward_),
+    ):
         monkeypatch.setattr(gpu, name, counted.counted_as(name, 1, by_torch(call)))
     for place in ("policy", "fused.decoder"):
         monkeypatch.setattr(f"asyncrl.models.{place}.packing_works", lambda *case: False)
@@ -173,10 +178,7 @@ def test_the_norm_of_a_gpu_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
         out, of_weight = torch.full_like(x, 0.5), torch.full_like(weight, 0.25)
         normed, scale = kernels.rms_norm(x, weight, 1e-5, torch.empty_like(x))
         kernels.rms_norm_backward(grad, x, weight, 1e-5, of_weight, out)
-        if scale is None:
-            alone = kernels.rms_norm_backward(grad, x, weight, 1e-5, of_weight)
-        else:
-            alone = kernels.fused_norm_backward(grad, x, weight, scale, of_weight, None)
+        alone = kernels.rms_norm_backward(grad, x, weight, 1e-5, of_weight, scale=scale)
         return [normed, out, of_weight, alone]
 
     expected = compute()

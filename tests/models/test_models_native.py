@@ -86,8 +86,8 @@ def test_swiglu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compute() -> tuple[Tensor, ...]:
         out, own, product = torch.empty_like(grad), gate_up.clone(), torch.empty_like(grad)
-        kernels.swiglu(own, out)
-        kernels.swiglu_backward_(own, grad.clone(), product, Scratch())
+        kernels.gated(own, out, "silu")
+        kernels.gated_backward_(own, grad.clone(), product, Scratch(), "silu")
         assert torch.equal(product, out) or not native.available()
         return out, own, product
 

@@ -401,7 +401,7 @@ def test_a_gradient_that_is_lost_is_caught(
         monkeypatch.setattr(FusedDecoder, "attend_backward", lambda *given: 0.9 * back(*given))
     else:
 
-        def wrong(grad: Any, x: Any, weight: Any, eps: Any, into: Any, out: Any, *_: Any) -> Any:
+        def wrong(grad: Any, x: Any, weight: Any, eps: Any, into: Any, out: Any, *_: Any, **named: Any) -> Any:
             return grad if out is None else out.add_(grad)
 
         monkeypatch.setattr(kernels, "rms_norm_backward", wrong)

@@ -71,9 +71,9 @@ class Norm:
         self, grad_NE: Tensor, x_NE: Tensor, out_NE: Tensor | None = None, scale: Tensor | None = None
     ) -> Tensor:
         """See `kernels.rms_norm_backward`. Adds the gradient of the weight to `gradient`."""
-        if scale is not None:
-            return kernels.fused_norm_backward(grad_NE, x_NE, self.weight, scale, self.gradient, out_NE)
-        return kernels.rms_norm_backward(grad_NE, x_NE, self.weight, self.eps, self.gradient, out_NE, self.offset)
+        return kernels.rms_norm_backward(
+            grad_NE, x_NE, self.weight, self.eps, self.gradient, out_NE, self.offset, scale=scale
+        )
 
 
 class RotaryCall(NamedTuple):

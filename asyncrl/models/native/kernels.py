@@ -11,19 +11,26 @@ Shape legend: N rows, E hidden size, F size of the MLP, X heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import gpu
 from . import library as native
-from .norms import add_offset, fuses
+from .norms import add_offset, fuses, inverse_rms
 
 _norm, _norm_backward = torch.ops.aten._fused_rms_norm, torch.ops.aten._fused_rms_norm_backward
 _BLOCK_BYTES = 1 << 20  # of the widest operand
 
-# Name -> torch's `approximate` of gelu. silu(x) = x sigmoid(x) (Hendrycks and Gimpel, arXiv:1606.08415, section 2).
-ACTIVATIONS = {"silu": "", "gelu": "none", "gelu_tanh": "tanh"}
+_silu = torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input
+_gelu = torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input
+# Name -> forward, backward and their options. silu(x) = x sigmoid(x) (Hendrycks and Gimpel, arXiv:1606.08415, section 2).
+ACTIVATIONS: dict[str, tuple[Any, Any, dict[str, str]]] = {
+    "silu": (*_silu, {}),
+    "gelu": (*_gelu, {"approximate": "none"}),
+    "gelu_tanh": (*_gelu, {"approximate": "tanh"}),
+}
 
 
 class Scratch:
@@ -58,7 +65,7 @@ def blocks(tensor: Tensor) -> Iterator[slice]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor | None]:
     """x [N, E], weight [E] -> [N, E] = (offset + weight) * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019, eq. 4), in `out` or
-    in a fresh tensor. An offset of 1 is Gemma's. The second result is the `scale` of `fused_norm_backward`, or None."""
+    in a fresh tensor. An offset of 1 is Gemma's. The second result is for `rms_norm_backward`, or None."""
     if native.takes(x, weight, out, size=x.shape[-1]):
         native.rms_norm(x, weight, eps, out, offset)
         return out, None
@@ -69,7 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float =
     weight = add_offset(weight, offset, dtype)
     for rows in blocks(x):
         values = x[rows].to(dtype)
-        scale = torch.linalg.vecdot(values, values).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        scale = inverse_rms(values, eps)
         if values.dtype == x.dtype:
             torch.mul(values, scale, out=out[rows]).mul_(weight)
         else:
@@ -79,12 +86,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float =
 
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_weight: Tensor | None, out: Tensor | None = None,
-    offset: float = 0.0,
+    offset: float = 0.0, *, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Adds the gradient of the input to `out` [N, E], or to new zeros, and returns the sum. Adds the gradient of the weight to
-    `grad_weight` [E], float32 or wider (None: frozen)."""
+    `grad_weight` [E], float32 or wider (None: frozen). `scale`: the second result of `rms_norm`; None: it is computed again."""
     if fuses(x, weight, offset):
-        return fused_norm_backward(grad, x, weight, _norm(x, [x.shape[-1]], weight, eps)[1], grad_weight, out)
+        scale = _norm(x, [x.shape[-1]], weight, eps)[1] if scale is None else scale
+        grad_x, new_grad_weight = _norm_backward(grad, x, [x.shape[-1]], scale, weight, [True, grad_weight is not None])
+        if grad_weight is not None:
+            grad_weight.add_(new_grad_weight)
+        return grad_x if out is None else out.add_(grad_x)
     out = torch.zeros_like(x) if out is None else out
     if native.takes(grad, x, weight, out, size=x.shape[-1]):
         native.rms_norm_backward(grad, x, weight, eps, grad_weight, out, offset)
@@ -94,7 +105,7 @@ def rms_norm_backward(
     wide_weight = add_offset(weight.to(dtype), offset, dtype)
     for rows in blocks(x):
         values = x[rows].to(dtype)
-        scale = torch.linalg.vecdot(values, values).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        scale = inverse_rms(values, eps)
         normed = values * scale
         inner = grad[rows].to(dtype, copy=True)
         if grad_weight is not None:
@@ -105,17 +116,6 @@ def rms_norm_backward(
     if grad_weight is not None:
         grad_weight.add_(total)
     return out
-
-
-def fused_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_weight: Tensor | None, out: Tensor | None
-) -> Tensor:
-    """`rms_norm_backward` by torch's fused operator. `scale`: the second result of `rms_norm`."""
-    needed = [True, grad_weight is not None]
-    grad_x, new_grad_weight = _norm_backward(grad, x, [x.shape[-1]], scale, weight, needed)
-    if grad_weight is not None:
-        grad_weight.add_(new_grad_weight)
-    return grad_x if out is None else out.add_(grad_x)
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
@@ -142,60 +142,36 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> N
 
 def gated(gate_up: Tensor, out: Tensor, activation: str) -> Tensor:
     """gate_up [N, 2F] -> out [N, F] = activation(gate) * up (Shazeer, arXiv:2002.05202). `activation`: one of ACTIVATIONS."""
-    if activation == "silu":
-        return swiglu(gate_up, out)
     size = out.shape[1]
+    if activation == "silu" and native.takes(gate_up, out, size=size):
+        native.swiglu(gate_up, out)
+        return out
+    if activation == "silu" and gpu.PRESENT and gate_up.is_contiguous() and gpu.takes(gate_up, out):
+        gpu.swiglu(gate_up, out)
+        return out
+    activate, _, options = ACTIVATIONS[activation]
     for rows in blocks(gate_up):
         gate, up = gate_up[rows, :size], gate_up[rows, size:]
-        torch.ops.aten.gelu.out(gate, approximate=ACTIVATIONS[activation], out=out[rows])
+        activate(gate, **options, out=out[rows])
         out[rows].mul_(up)
     return out
 
 
 def gated_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch, activation: str) -> None:
     """Overwrites `gate_up` [N, 2F] with its gradient, and `product` [N, F] with the forward's result. `grad` is [N, F]."""
-    if activation == "silu":
-        swiglu_backward_(gate_up, grad, product, scratch)
+    size = grad.shape[1]
+    if activation == "silu" and native.takes(gate_up, grad, product, size=size):
+        native.swiglu_backward_(gate_up, grad, product)
         return
-    size, approximate = grad.shape[1], ACTIVATIONS[activation]
+    contiguous = gate_up.is_contiguous() and grad.is_contiguous()
+    if activation == "silu" and gpu.PRESENT and contiguous and gpu.takes(gate_up, grad, product):
+        gpu.swiglu_backward_(gate_up, grad, product)
+        return
+    activate, activate_backward, options = ACTIVATIONS[activation]
     for rows in blocks(gate_up):
         gate, up, grad_rows = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
         active = scratch.take("active gate", grad_rows.shape[0], size, grad_rows)
-        torch.ops.aten.gelu.out(gate, approximate=approximate, out=active)
+        activate(gate, **options, out=active)
         torch.mul(active, up, out=product[rows])
-        torch.ops.aten.gelu_backward.grad_input(up.mul_(grad_rows), gate, approximate=approximate, grad_input=gate)
-        torch.mul(active, grad_rows, out=up)
-
-
-def swiglu(gate_up: Tensor, out: Tensor) -> Tensor:
-    """gate_up [N, 2F] -> out [N, F] = silu(gate) * up (Shazeer, arXiv:2002.05202)."""
-    size = out.shape[1]
-    if native.takes(gate_up, out, size=size):
-        native.swiglu(gate_up, out)
-        return out
-    if gpu.PRESENT and gate_up.is_contiguous() and gpu.takes(gate_up, out):
-        gpu.swiglu(gate_up, out)
-        return out
-    for rows in blocks(gate_up):
-        gate, up = gate_up[rows, :size], gate_up[rows, size:]
-        torch.ops.aten.silu.out(gate, out=out[rows])
-        out[rows].mul_(up)
-    return out
-
-
-def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor, scratch: Scratch) -> None:
-    """Overwrites `gate_up` [N, 2F] with its gradient, and `product` [N, F] with the forward's result. `grad` is [N, F]."""
-    size = grad.shape[1]
-    if native.takes(gate_up, grad, product, size=size):
-        native.swiglu_backward_(gate_up, grad, product)
-        return
-    if gpu.PRESENT and gate_up.is_contiguous() and grad.is_contiguous() and gpu.takes(gate_up, grad, product):
-        gpu.swiglu_backward_(gate_up, grad, product)
-        return
-    for rows in blocks(gate_up):
-        gate, up, grad_rows = gate_up[rows, :size], gate_up[rows, size:], grad[rows]
-        active = scratch.take("silu", grad_rows.shape[0], size, grad_rows)
-        torch.ops.aten.silu.out(gate, out=active)
-        torch.mul(active, up, out=product[rows])
-        torch.ops.aten.silu_backward.grad_input(up.mul_(grad_rows), gate, grad_input=gate)
+        activate_backward(up.mul_(grad_rows), gate, **options, grad_input=gate)
         torch.mul(active, grad_rows, out=up)

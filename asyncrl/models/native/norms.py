@@ -31,11 +31,16 @@ def fuses(x: Tensor, weight: Tensor, offset: float) -> bool:
     return x.device.type != "cpu" and not offset and weight.dtype == x.dtype
 
 
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps): [..., E] -> [..., 1]."""
+    return torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        scale = inverse_rms(wide, eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.offset = offset
         out: Tensor = (wide * scale).mul_(add_offset(weight, offset, wide.dtype)).to(x.dtype)
