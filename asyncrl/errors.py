@@ -1,35 +1,4 @@
-"""Every error that asyncrl raises on purpose, as one tree with the exit codes of a run.
-
-    AsyncrlError                exit code 1
-    |- ConfigError              2   a setting is unknown, has a wrong value, or contradicts another (also ValueError)
-    |- DataError                2   a prompt file or row cannot be used (also ValueError)
-    |  `- stash.StashRefused        a trajectory contradicts its group, or a limit is reached
-    |- PlatformError            2   this machine lacks something that the configuration needs
-    |- DivergenceError          3   NaN, or samplers, trainer or ranks disagree on weights or log-probs
-    |- StallError               4   no task made progress for too long; names each waiting task and its reason
-    |- CheckpointError          5   a checkpoint could not be written or read, or is damaged; names the path
-    |- DirectoryLost            5   the run directory was moved, removed or taken by another run
-    |- RewardError              6   a reward function or model failed; names the function or model
-    |  |- RewardTimeout
-    |  `- RewardCrash
-    |- GenerationError          7   the engine cannot serve a request
-    |  |- EngineClosed
-    |  |- EpisodeLimit              an agent asked for more turns or tokens than its episode may have
-    |  `- WorkerDied                a generation worker ended unexpectedly; the message has the end of its output
-    |- TrainStepError           8   groups failed in a step, or a step was used in the wrong state (also RuntimeError)
-    |- LedgerError              9   a slot or place was released twice, or without being taken (also RuntimeError)
-    |  `- VersionAhead              a token has a policy version that no step has reached (also ValueError)
-    |- LifecycleError          10   an object was opened twice, used after closing, or closed in another task (also RuntimeError)
-    |- HookError               13   a function of `Hooks` failed, or returned a wrong value; names the function
-    |- RankLost                12   another rank has ended or gives no sign of life (also RuntimeError)
-    `- TransportError          11   shared memory failed, or the process at its other end
-       |- ArenaOwned                a live process owns the segment
-       |- OutOfMemory               a device, a slab or /dev/shm has no room (also MemoryError)
-       |- SegmentDamaged            the file of the segment cannot be read; its data is kept
-       |- RecordError               bytes cannot be read as a record, or trajectories cannot be made into one (also ValueError)
-       |- RecordTooLarge            the record can never fit (also ValueError)
-       |- RingFull                  no room before the deadline (also TimeoutError)
-       `- RingDetached              the owner of the ring has ended, refused, or did not answer (also ConnectionError)
+"""Every error that asyncrl raises on purpose, with the exit code of a run that the error ends (table: docs/failures.md).
 
 A run stopped by SIGINT, SIGTERM or SIGHUP exits with 130, 143 or 129 (main.py).
 Each message says what was requested, what was found, and what to do.

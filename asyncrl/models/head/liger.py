@@ -133,10 +133,11 @@ class LigerHead:
 
         from . import triton_kernels
 
-        self._forward: Any = grpo_loss._grpo_loss_fwd_kernel
-        self._backward: Any = grpo_loss._grpo_loss_bwd_kernel
+        self.forward: Any = grpo_loss._grpo_loss_fwd_kernel
+        self.backward: Any = grpo_loss._grpo_loss_bwd_kernel
+        self.entropy: Any = triton_kernels.entropy_kernel
+        self.backward_with_entropy: Any = triton_kernels.gradient_kernel
         self._loss_type: int = grpo_loss._str_to_loss_type["vespo"]
-        self._triton_kernels: Any = triton_kernels
         self._temperatures: set[float] = set()
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -151,41 +152,7 @@ class LigerHead:
         starts = accumulate(counts.tolist(), initial=0)
         return _LigerPasses(self, [(*rows, value) for rows, value in zip(pairwise(starts), temperatures, strict=True)])
 
-    def forward(
-        self, logits: Tensor, target: Tensor, temperature: float, logp: Tensor, lse: Tensor, scratch: Tensor
-    ) -> None:
-        """logits [R, V] -> logp and lse [R]. The kernel also writes to `scratch` [R] which tokens are clipped (none are)."""
-        arguments = self._arguments(logits, target, temperature)
-        arguments |= {"LOSS": logp, "LSE": lse, "KL": None, "IS_CLIPPED": scratch}
-        self._forward[(1, len(target))](**arguments, **_FORWARD_OPTIONS)
-
-    def backward_(self, logits: Tensor, target: Tensor, temperature: float, lse: Tensor, grad_logp: Tensor) -> None:
-        """Overwrites logits [R, V] with their gradient, grad_logp (onehot - p) / temperature."""
-        arguments = self._arguments(logits, target, temperature)
-        arguments |= {"loss_stride0": 0, "loss_stride1": grad_logp.stride(0)}
-        self._backward[(1, len(target))](**arguments, DLOSS=grad_logp, DLOGITS=logits, LSE=lse, **_BACKWARD_OPTIONS)
-
-    def entropy(self, logits: Tensor, inverse: Tensor, lse: Tensor, entropy: Tensor) -> None:
-        """Writes the entropies of logits [R, V] to `entropy` [R]. `inverse` [R] is 1 / temperature."""
-        kernel = self._triton_kernels.entropy_kernel[(len(lse),)]
-        kernel(logits, inverse, lse, entropy, N=logits.shape[1], **_ENTROPY_OPTIONS)
-
-    def backward_with_entropy_(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        inverse: Tensor,
-        lse: Tensor,
-        entropy: Tensor,
-        logp_slope: Tensor,
-        entropy_slope: Tensor,
-    ) -> None:
-        """Overwrites logits [R, V] with their gradient. `inverse` [R] is 1 / temperature. `logp_slope` and `entropy_slope` [R] are
-        the derivatives of the loss by log-prob and entropy, divided by the temperature."""
-        kernel = self._triton_kernels.gradient_kernel[(len(lse),)]
-        kernel(logits, target, inverse, lse, entropy, logp_slope, entropy_slope, N=logits.shape[1], **_ENTROPY_OPTIONS)
-
-    def _arguments(self, logits: Tensor, target: Tensor, temperature: float) -> dict[str, Any]:
+    def arguments(self, logits: Tensor, target: Tensor, temperature: float) -> dict[str, Any]:
         """Arguments of both Liger kernels. All R tokens are sequence number 0. The kernels multiply the sequence length L by this
         number, so L has no effect."""
         assert logits.is_contiguous() and len(target) <= _MAX_ROWS
@@ -210,28 +177,34 @@ class _LigerPasses:
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
         logits = logits.contiguous()
-        rows = slice(first, first + logits.shape[0])
-        lse, entropy = columns.lse[rows], columns.entropy[rows]
+        rows = slice(first, first + len(logits))
         with torch.cuda.device_of(logits):
-            for part, span, temperature in self._spans_in(first, logits.shape[0]):
-                target, scratch = columns.target[span], columns.entropy[span]
-                self._kernels.forward(logits[part], target, temperature, logp[span], columns.lse[span], scratch)
-            self._kernels.entropy(logits, columns.inverse[rows], lse, entropy)
+            for part, span, temperature in self._spans_in(first, len(logits)):
+                arguments = self._kernels.arguments(logits[part], columns.target[span], temperature)
+                arguments |= {"LOSS": logp[span], "LSE": columns.lse[span], "KL": None}
+                # The kernel also writes which tokens are clipped (none are). The entropies overwrite this.
+                arguments["IS_CLIPPED"] = columns.entropy[span]
+                self._kernels.forward[(1, len(logits[part]))](**arguments, **_FORWARD_OPTIONS)
+            inputs = logits, columns.inverse[rows], columns.lse[rows], columns.entropy[rows]
+            self._kernels.entropy[(len(logits),)](*inputs, N=logits.shape[1], **_ENTROPY_OPTIONS)
 
     def gradient_(
         self, logits: Tensor, first: int, columns: Columns, grad_logp: Tensor, grad_entropy: Tensor | None
     ) -> None:
-        rows = slice(first, first + logits.shape[0])
+        rows = slice(first, first + len(logits))
         with torch.cuda.device_of(logits):
             if grad_entropy is None:
-                for part, span, temperature in self._spans_in(first, logits.shape[0]):
-                    target, lse = columns.target[span], columns.lse[span]
-                    self._kernels.backward_(logits[part], target, temperature, lse, grad_logp[span])
+                for part, span, temperature in self._spans_in(first, len(logits)):
+                    arguments = self._kernels.arguments(logits[part], columns.target[span], temperature)
+                    arguments |= {"loss_stride0": 0, "loss_stride1": grad_logp.stride(0), "DLOSS": grad_logp[span]}
+                    arguments |= {"DLOGITS": logits[part], "LSE": columns.lse[span]}
+                    self._kernels.backward[(1, len(logits[part]))](**arguments, **_BACKWARD_OPTIONS)
                 return
-            target, lse, entropy = columns.target[rows], columns.lse[rows], columns.entropy[rows]
             inverse = columns.inverse[rows]
-            logp_slope, entropy_slope = grad_logp[rows] * inverse, grad_entropy[rows] * inverse
-            self._kernels.backward_with_entropy_(logits, target, inverse, lse, entropy, logp_slope, entropy_slope)
+            self._kernels.backward_with_entropy[(len(logits),)](
+                logits, columns.target[rows], inverse, columns.lse[rows], columns.entropy[rows], grad_logp[rows] * inverse,
+                grad_entropy[rows] * inverse, N=logits.shape[1], **_ENTROPY_OPTIONS,
+            )  # fmt: skip
 
     def _spans_in(self, first: int, count: int) -> Iterator[tuple[slice, slice, float]]:
         """Spans of the chunk of `count` rows from `first` on: (rows of the chunk, rows of all tokens, temperature)."""
