@@ -66,12 +66,12 @@ def build_probe(
     """
     generator = torch.Generator().manual_seed(_SEED)
     probe = _build(module, width, long_rows)
-    parameters = list(probe.named_parameters())
+    head = probe.get_output_embeddings()
     with torch.no_grad():
-        for name, target in [*parameters, *_saved_buffers(probe)]:
+        # All parameters, and the buffers that a checkpoint has.
+        for name, target in probe.state_dict(keep_vars=True).items():
             _copy(_find_tensor(module, name), target)
-        head = probe.get_output_embeddings()
-        for name, parameter in parameters:
+        for name, parameter in probe.named_parameters():
             # An embedding that is also the head has the scale of other matrices.
             is_head = head is not None and parameter is head.weight
             _make_visible(parameter, "embed" in name and not is_head, generator)
@@ -110,7 +110,7 @@ def position_limit(module: PreTrainedModel, longest: int, *, width: Width = "who
 def _build(module: PreTrainedModel, width: Width, long_rows: bool, *, positions: int | None = None) -> PreTrainedModel:
     """A probe with random weights. Some classes need two layers of each kind (Zamba ties the second to the first), so the second
     try has twice the layers."""
-    fewest = layers_with_all_kinds(module)
+    fewest = _layers_with_all_kinds(module)
     total = int(module.config.get_text_config().num_hidden_layers)
     for layers in (fewest, min(2 * fewest, total)):
         config = _probe_config(module, layers)
@@ -118,8 +118,9 @@ def _build(module: PreTrainedModel, width: Width, long_rows: bool, *, positions:
             _narrow(config.get_text_config(), stream=width == "stream")
         if long_rows:
             _shrink_original_contexts(config.get_text_config())
-        if positions is not None:
-            _set_positions(config.get_text_config(), positions)
+        for name in () if positions is None else _POSITIONS:
+            if isinstance(getattr(config.get_text_config(), name, None), int):
+                setattr(config.get_text_config(), name, positions)
         try:
             return _of_config(module, config)
         except (ValueError, IndexError, KeyError):
@@ -169,7 +170,7 @@ def _shrink_windows(text: PretrainedConfig) -> None:
     """Shrinks windows, and original contexts of rotary frequencies that do not depend on the length of a row."""
     for name in _WINDOWS:
         value = getattr(text, name, None)
-        if isinstance(value, int) and not isinstance(value, bool) and value > WINDOW:
+        if isinstance(value, int) and value > WINDOW:
             setattr(text, name, WINDOW)
     for part in rope_parts(text):
         context = int(part.get("original_max_position_embeddings") or 0)
@@ -190,12 +191,6 @@ def _shrink_original_contexts(text: PretrainedConfig) -> None:
                 text.original_max_position_embeddings = CONTEXT
 
 
-def _set_positions(text: PretrainedConfig, positions: int) -> None:
-    for name in _POSITIONS:
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, positions)
-
-
 def _narrow(text: PretrainedConfig, *, stream: bool) -> None:
     """Reduces the number of heads, the hidden size and the size of MLPs. `stream`: reduces the hidden size further, if the
     configuration has a head size that is independent of the hidden size."""
@@ -206,18 +201,16 @@ def _narrow(text: PretrainedConfig, *, stream: bool) -> None:
         if getattr(text, "num_key_value_heads", None) is not None:
             text.num_key_value_heads = fewer_key_heads
         if stream and isinstance(getattr(text, "head_dim", None), int):
-            text.hidden_size = _smaller_hidden_size(text.num_attention_heads, text.hidden_size)
+            # Many classes require a multiple of the number of heads. The remainder of the kernels' vectors stays.
+            sizes = range(_SMALL_HIDDEN, text.hidden_size)
+            fitting = (
+                n for n in sizes if not n % text.num_attention_heads and not (text.hidden_size - n) % native.LANES
+            )
+            text.hidden_size = next(fitting, text.hidden_size)
     for name in _MLP_SIZES:
         value = getattr(text, name, None)
         if isinstance(value, int) and value >= 2 * _SMALL_MLP:
             setattr(text, name, _SMALL_MLP + value % _SMALL_MLP)
-
-
-def _smaller_hidden_size(heads: int, hidden: int) -> int:
-    """The smallest multiple of `heads` from `_SMALL_HIDDEN` on that equals `hidden` modulo the kernels' vector size.
-    Many classes require a multiple of the number of heads. Returns `hidden` if no smaller size is possible."""
-    sizes = (size for size in range(_SMALL_HIDDEN, hidden) if not size % heads and not (hidden - size) % native.LANES)
-    return next(sizes, hidden)
 
 
 def _fewer_heads(heads: int, key_heads: int, hidden: int) -> tuple[int, int, int]:
@@ -237,26 +230,20 @@ def _fewer_heads(heads: int, key_heads: int, hidden: int) -> tuple[int, int, int
     return heads // divisor, key_heads // divisor, hidden // divisor
 
 
-def layers_with_all_kinds(module: PreTrainedModel) -> int:
-    """How many layers, from the first on, contain every kind of layer. At least two, if the model has two layers."""
-    first = first_of_kind(module)
-    return max(min(2, len(first)), *(number + 1 for number in first)) if first else 0
-
-
-def first_of_kind(module: PreTrainedModel) -> list[int]:
-    """For each layer, the number of the first layer of the same kind. If the layers cannot be found, each is its own kind."""
+def _layers_with_all_kinds(module: PreTrainedModel) -> int:
+    """How many layers, from the first on, contain every kind of layer. At least two, if the model has two layers. All layers, if
+    they cannot be found."""
     text = module.config.get_text_config()
     total = int(text.num_hidden_layers)
     stacks = list(_stacks(module, total))
     if not stacks:
-        return list(range(total))
+        return total
     settings = [v for v in vars(text).values() if isinstance(v, (list, tuple)) and len(v) == total]
-    first_by_kind: dict[Any, int] = {}
-    first = []
+    first_of_kind: dict[Any, int] = {}
     for number in range(total):
         kind = tuple(_kind(stack[number]) for stack in stacks), tuple(str(values[number]) for values in settings)
-        first.append(first_by_kind.setdefault(kind, number))
-    return first
+        first_of_kind.setdefault(kind, number)
+    return max([min(2, total), *(number + 1 for number in first_of_kind.values())])
 
 
 def _stacks(module: nn.Module, total: int) -> Iterator[nn.ModuleList]:
@@ -280,11 +267,6 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
         shapes = tuple((key, value.shape) for key, value in part._parameters.items() if value is not None)
         parts.append((name, type(part).__qualname__, tuple(settings), shapes))
     return tuple(parts)
-
-
-def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    saved = module.state_dict().keys()
-    return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
 
 
 def _find_tensor(module: nn.Module, name: str) -> Tensor | None:
