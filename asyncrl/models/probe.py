@@ -68,9 +68,11 @@ def build_probe(
     probe = _build(module, width, long_rows)
     head = probe.get_output_embeddings()
     with torch.no_grad():
-        # All parameters, and the buffers that a checkpoint has.
+        # All parameters, and the buffers that a checkpoint has: the first values of each dimension.
         for name, target in probe.state_dict(keep_vars=True).items():
-            _copy(_find_tensor(module, name), target)
+            source = _find_tensor(module, name)
+            if source is not None and _fits(source, target):
+                target.copy_(source[tuple(slice(size) for size in target.shape)])
         for name, parameter in probe.named_parameters():
             # An embedding that is also the head has the scale of other matrices.
             is_head = head is not None and parameter is head.weight
@@ -277,12 +279,6 @@ def _find_tensor(module: nn.Module, name: str) -> Tensor | None:
     except AttributeError:
         return None
     return tensor if isinstance(tensor, Tensor) else None
-
-
-def _copy(source: Tensor | None, target: Tensor) -> None:
-    """Copies the first values of each dimension. Does nothing without a source, or if the target does not fit into the source."""
-    if source is not None and _fits(source, target):
-        target.copy_(source[tuple(slice(size) for size in target.shape)])
 
 
 def _fits(source: Tensor | None, target: Tensor) -> bool:
