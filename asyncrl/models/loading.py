@@ -321,7 +321,8 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
             f"model.path: the weights of {path!r} could not be loaded ({first_line(error)}); use a complete checkpoint"
         ) from error
     require_all_weights(report, f"model.path: {path!r}", ". Use a complete checkpoint, or model.random_init=true")
-    if unused := sorted({*report.get("unexpected_keys", ()), *_ignored_tensors(module, path)}):
+    ignored = [] if config.gguf_file else _ignored_tensors(module, path)
+    if unused := sorted({*report.get("unexpected_keys", ()), *ignored}):
         kind = type(module).__name__
         logger.warning(
             "model.path: %r holds %d tensors that are no part of the %s that transformers builds, like %s: checkpoints of this "
@@ -338,7 +339,7 @@ def _read(config: ModelConfig, settings: PretrainedConfig, path: str) -> tuple[P
     """(model, loading info) by `from_pretrained`. The weights keep a narrow dtype if the model is then the same as in float32."""
     kind = _class_of(settings)
     options = {**WITH_REPORT, **NO_REMOTE_CODE, **({"gguf_file": config.gguf_file} if config.gguf_file else {})}
-    narrow = None if config.gguf_file else _dtype_in_files(path)
+    narrow = None if config.gguf_file else _narrow_dtype(_safetensors_files(path))
     if narrow is not None:
         module, report = kind.from_pretrained(path, dtype=narrow, **options)
         if (reason := _complete_float32(module)) is None:
@@ -352,18 +353,20 @@ def _master_dtype(config: ModelConfig) -> torch.dtype:
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 
-def _dtype_in_files(path: str) -> torch.dtype | None:
-    """The dtype of the floating-point tensors in the safetensors files, if they share one dtype narrower than float32.
-    Files that the hub's cache lacks are downloaded."""
+def _safetensors_files(path: str) -> list[str]:
+    """Files that the hub's cache lacks are downloaded. Empty if the model has no complete set of files."""
     quiet = {"_raise_exceptions_for_missing_entries": False}
     found = [cached_file(path, "model.safetensors", **quiet)]
     if found == [None] and (index := cached_file(path, "model.safetensors.index.json", **quiet)) is not None:
         names = sorted(set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values()))
         found = [cached_file(path, name, **quiet) for name in names]
-    if None in found:
-        return None
+    return [file for file in found if file is not None] if None not in found else []
+
+
+def _narrow_dtype(files: list[str]) -> torch.dtype | None:
+    """The dtype of the floating-point tensors in the files, if they share one dtype narrower than float32."""
     kinds = set()
-    for file in found:
+    for file in files:
         with safe_open(file, "pt") as tensors:
             names = tensors.keys()
             kinds |= {tensors.get_slice(name).get_dtype() for name in names}
@@ -417,25 +420,12 @@ def _ignored_tensors(module: PreTrainedModel, path: str) -> list[str]:
     if not patterns:
         return []
     loaded, prefix = module.state_dict().keys(), f"{module.base_model_prefix}."
-    names = [name for name in _names_in_files(path) if any(pattern.search(name) for pattern in patterns)]
+    names: list[str] = []
+    for file in _safetensors_files(path):
+        with safe_open(file, "pt") as tensors:
+            names += [name for name in tensors.keys() if any(pattern.search(name) for pattern in patterns)]  # noqa: SIM118
     # A pattern may also match names that the class loads.
     return [name for name in names if loaded.isdisjoint({name, prefix + name, name.removeprefix(prefix)})]
-
-
-def _names_in_files(path: str) -> list[str]:
-    """Names of the tensors in the safetensors files of a directory, or of a hub model that is in the local cache."""
-    folder = Path(path)
-    hub_files = () if folder.is_dir() else ("model.safetensors.index.json", "model.safetensors")
-    for name in hub_files:
-        cached = cached_file(path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-        if cached is not None:
-            folder = Path(cached).parent
-            break
-    names: list[str] = []
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            names += tensors.keys()
-    return names
 
 
 def _of_config(config: ModelConfig, settings: PretrainedConfig, **options: Any) -> PreTrainedModel:

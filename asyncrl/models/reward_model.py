@@ -105,11 +105,13 @@ class RewardModel:
     def batches(self, texts: Sequence[TokenIds]) -> Iterator[list[int]]:
         """Batches of indices of `texts`, short texts first. A text starts a new batch if padding to its length would change the
         rotary frequencies of shorter texts."""
-        batch: list[int] = []
+        batch, settings = list[int](), _text_config(self.module)
         for index in sorted(range(len(texts)), key=lambda i: len(texts[i])):
             length = len(texts[index])
             full = self._pad is None or length * (len(batch) + 1) > self._tokens
-            if batch and (full or self._frequencies_differ(len(texts[batch[0]]), length)):
+            if batch and (
+                full or (settings is not None and frequencies_differ(settings, len(texts[batch[0]]), length))
+            ):
                 yield batch
                 batch = []
             batch.append(index)
@@ -128,10 +130,6 @@ class RewardModel:
             output = self.module(input_ids=ids_BL, attention_mask=mask_BL)
         return [float(score) for score in self._chosen_output(getattr(output, "logits", output), len(texts))]
 
-    def _frequencies_differ(self, shorter: int, longer: int) -> bool:
-        settings = _text_config(self.module)
-        return settings is not None and frequencies_differ(settings, shorter, longer)
-
     def _chosen_output(self, logits: Any, count: int) -> Tensor:
         """Logits [B], [B, 1], or with a chosen label [B, labels] -> scores float32 [B] on the CPU."""
         if not isinstance(logits, Tensor) or logits.ndim not in (1, 2) or len(logits) != count:
@@ -141,11 +139,8 @@ class RewardModel:
             )
         if logits.ndim == 1:
             return logits.float().cpu()
-        labels = logits.shape[1]
-        if self._label is None and labels != 1:
-            raise RewardError(_label_missing(self.name, labels))
-        if self._label is not None and self._label >= labels:
-            raise RewardError(_label_too_large(self.name, self._label, labels))
+        if problem := _label_problem(self.name, logits.shape[1], self._label):
+            raise RewardError(problem)
         return logits[:, self._label or 0].float().cpu()
 
     def _probe(self, length: int) -> TokenIds:
@@ -222,11 +217,8 @@ def _model_config(config: RewardModelConfig) -> Any:
         settings = AutoConfig.from_pretrained(config.path, **NO_REMOTE_CODE)
     except LOADING_ERRORS as error:
         raise ConfigError(f"reward.model: no model configuration in {config.path!r} ({first_line(error)})") from error
-    labels = settings.num_labels
-    if config.label is None and labels != 1:
-        raise ConfigError(f"reward.model: {_label_missing(config.path, labels)}")
-    if config.label is not None and config.label >= labels:
-        raise ConfigError(f"reward.model: {_label_too_large(config.path, config.label, labels)}")
+    if problem := _label_problem(config.path, settings.num_labels, config.label):
+        raise ConfigError(f"reward.model: {problem}")
     return settings
 
 
@@ -307,9 +299,10 @@ def _conversation(prompt: str | Messages, completion: str | Messages) -> Message
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in [*before, *after]]
 
 
-def _label_missing(name: str, labels: int) -> str:
-    return f"{name!r} has {labels} outputs; say which one is the score with `label` (0 to {labels - 1})"
-
-
-def _label_too_large(name: str, label: int, labels: int) -> str:
-    return f"{name!r} has {labels} output(s), but label is {label}; expected 0 to {labels - 1}"
+def _label_problem(name: str, labels: int, label: int | None) -> str | None:
+    """A text if `label` does not choose one of the `labels` outputs."""
+    if label is None and labels != 1:
+        return f"{name!r} has {labels} outputs; say which one is the score with `label` (0 to {labels - 1})"
+    if label is not None and label >= labels:
+        return f"{name!r} has {labels} output(s), but label is {label}; expected 0 to {labels - 1}"
+    return None
