@@ -10,7 +10,6 @@ import ctypes
 import errno
 import os
 import shutil
-import sys
 from pathlib import Path
 
 _AT_FDCWD = -100
@@ -80,8 +79,6 @@ def remove_tree(directory: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Swap two directories atomically. False if the operating system or the file system has no such call."""
-    if not sys.platform.startswith("linux"):
-        return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

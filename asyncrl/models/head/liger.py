@@ -10,10 +10,6 @@ this loss, so the caller can use any loss of log-probs.
 Liger has no kernel for the entropy, so `triton_kernels.py` has two: the entropy (one read), and the gradient of a loss with an
 entropy bonus (one read, one write). All kernels compute in float32 and read logits of any dtype.
 
-Other functions of Liger do not fit. `fused_linear_scaled_cross_entropy` needs a Hopper GPU and bfloat16, takes one temperature, and
-rounds entropies to bfloat16. `liger_cross_entropy_kernel` takes no temperature, and writes the gradient before the derivative of
-the loss is known. `chunked_loss.grpo_loss` is written in torch.
-
 Liger's compiled code has the temperature as a constant. A process compiles the kernels, for about a second, for each of its first
 `MAX_TEMPERATURES` temperatures. Batches with other temperatures are computed by torch.
 """

@@ -1,14 +1,12 @@
-"""Finds how a model computes its logits from its last hidden states `h`: the matrix product of the
-head, then a scale, then a soft cap.
+"""Finds how a model computes its logits from its last hidden states `h`: head, scale, soft cap.
 
     z = h W' + b,   logits = scale z,   or, with a soft cap (Gemma 2, arXiv:2408.00118, section 2),
     logits = softcap tanh(scale z / softcap)
 
 The keys of a configuration are not proof. `logits_scaling` divides the logits in Granite, multiplies the logits in HyperCLOVA X,
-and divides the hidden states in MiniCPM3. Other models have such a key and never read the key. So the keys give candidates, and
-one forward over a few tokens tests the candidates. Hooks record the output of the decoder, and the input and output of the head.
-A hook also replaces the output of the head by test values, which are large enough to show every scale and soft cap. The first
-candidate that explains the logits is used. A model that no candidate explains is refused.
+and divides the hidden states in MiniCPM3. Other models have such a key and never read it. So the keys give candidates, and one
+forward over a few tokens tests them. A hook replaces the output of the head by test values, which are large enough to show every
+scale and soft cap. The first candidate that explains the logits is used. A model that no candidate explains is refused.
 
 Shape legend: L tokens, V vocabulary.
 """
@@ -119,7 +117,7 @@ def _wide_weights(module: nn.Module, device: torch.device | None, layers: list[n
 def _find_transform(module: PreTrainedModel) -> HeadTransform:
     name = type(module).__name__
     head = linear_head(module)
-    trial = _run_trial(module, head, _candidates(module))
+    trial = _run_trial(module, head)
     if not trial.decoder_outputs or len(trial.head_inputs) != 1:
         raise ConfigError(
             f"model.path: the forward of {name} calls its head {len(trial.head_inputs)} times and its decoder "
@@ -178,8 +176,8 @@ def _no_causal_model(module: PreTrainedModel) -> str:
 
 @dataclass(slots=True)
 class _Trial:
-    """The candidates, and the records of one forward. `test_values` replaced the output of the head, and `logits` are the result
-    of the forward: [1, L, V] each."""
+    """The candidates (no transform; every scale, inverse scale and soft cap in the configuration), and the record of one forward.
+    `test_values` replaced the output of the head, and `logits` are the result of the forward: [1, L, V] each."""
 
     scales: list[float]
     transforms: list[HeadTransform]
@@ -198,16 +196,6 @@ class _Trial:
         return self.test_values.clone()  # the forward may change its tensor
 
 
-def _candidates(module: PreTrainedModel) -> _Trial:
-    """A trial of no transform, and of every scale, inverse scale and soft cap in the configuration."""
-    scales = [1.0]
-    for value in (_number(module, key) for key in SCALES):
-        if value is not None:
-            scales += [value, 1 / value]
-    caps = [None, *(value for key in SOFTCAPS if (value := _number(module, key)) is not None)]
-    return _Trial(scales, [HeadTransform(scale, cap) for cap in caps for scale in scales])
-
-
 def _number(module: PreTrainedModel, key: str) -> float | None:
     value = getattr(module.config.get_text_config(), key, None)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
@@ -216,28 +204,15 @@ def _number(module: PreTrainedModel, key: str) -> float | None:
 
 
 @torch.no_grad()
-def _run_trial(module: PreTrainedModel, head: nn.Linear, trial: _Trial) -> _Trial:
-    """Runs one forward of a few tokens with hooks at decoder and head, and records it in `trial`."""
-    module.eval()
-    embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation
-    vocabulary = embedding.weight.shape[0]
-    tokens = torch.linspace(min(1, vocabulary - 1), vocabulary - 1, _TOKENS).long()
-    arguments: dict[str, Any] = {"input_ids": tokens[None].to(head.weight.device), "use_cache": False}
-    if module.config._attn_implementation == IMPLEMENTATION:  # the module is that of a policy
-        arguments[PLAN_ARGUMENT] = TreePlan([_TOKENS])
-    with _hooks(module, head, trial):
-        try:
-            trial.logits = module(**arguments).logits
-        except Exception as error:  # a model may raise any exception
-            raise ConfigError(
-                f"model.path: the forward of {type(module).__name__} does not run on {_TOKENS} tokens alone "
-                f"({type(error).__name__}: {error}); choose a model that needs only token ids"
-            ) from error
-    return trial
+def _run_trial(module: PreTrainedModel, head: nn.Linear) -> _Trial:
+    """The record of one forward of a few tokens, with hooks at decoder and head."""
+    scales = [1.0]
+    for value in (_number(module, key) for key in SCALES):
+        if value is not None:
+            scales += [value, 1 / value]
+    caps = [None, *(value for key in SOFTCAPS if (value := _number(module, key)) is not None)]
+    trial = _Trial(scales, [HeadTransform(scale, cap) for cap in caps for scale in scales])
 
-
-@contextmanager
-def _hooks(module: PreTrainedModel, head: nn.Linear, trial: _Trial) -> Iterator[None]:
     def at_decoder(part: nn.Module, arguments: Any, output: Any) -> None:
         hidden = getattr(output, "last_hidden_state", None)
         trial.decoder_outputs.append(output[0] if hidden is None else hidden)
@@ -247,12 +222,25 @@ def _hooks(module: PreTrainedModel, head: nn.Linear, trial: _Trial) -> Iterator[
         trial.head_outputs.append(output)
         return trial.make_test_values(output)
 
+    module.eval()
+    embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation
+    vocabulary = embedding.weight.shape[0]
+    tokens = torch.linspace(min(1, vocabulary - 1), vocabulary - 1, _TOKENS).long()
+    arguments: dict[str, Any] = {"input_ids": tokens[None].to(head.weight.device), "use_cache": False}
+    if module.config._attn_implementation == IMPLEMENTATION:  # the module is that of a policy
+        arguments[PLAN_ARGUMENT] = TreePlan([_TOKENS])
     handles = [decoder_of(module).register_forward_hook(at_decoder), head.register_forward_hook(at_head)]
     try:
-        yield
+        trial.logits = module(**arguments).logits
+    except Exception as error:  # a model may raise any exception
+        raise ConfigError(
+            f"model.path: the forward of {type(module).__name__} does not run on {_TOKENS} tokens alone "
+            f"({type(error).__name__}: {error}); choose a model that needs only token ids"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
+    return trial
 
 
 def _near(actual: Tensor, expected: Tensor) -> bool:
