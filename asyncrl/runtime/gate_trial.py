@@ -13,6 +13,7 @@ Shape legend: S scored tokens, L tokens of a row, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ from asyncrl.config.schema import LoraConfig
 from asyncrl.data.packing import pack_groups
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.generation.embedded.engine import open_core
-from asyncrl.models.copying import copy_module
 from asyncrl.models.parameters.frozen import unreached_families
 from asyncrl.models.parameters.merge import as_stack, factors
 from asyncrl.models.paths import ModelPath
@@ -97,7 +97,7 @@ class Trial:
     ) -> None:
         """`probe`, `long_rows`: as in models/probe.py. `lora`, `checkpointing`, `dtype`: the run's settings."""
         self.probe = probe
-        self._untouched = copy_module(probe)  # some models keep state of a forward
+        self._untouched = copy.deepcopy(probe)  # some models keep state of a forward
         self._lora = lora
         self._checkpointing = checkpointing
         self._dtype = dtype
@@ -190,7 +190,7 @@ class Trial:
 
     def has_fixed_frequencies(self) -> bool:
         """Whether the rotary frequencies can be the same for rows of every length."""
-        return not self._long_rows or hold_frequencies(copy_module(self._untouched), self._longest)
+        return not self._long_rows or hold_frequencies(copy.deepcopy(self._untouched), self._longest)
 
     def run(self, path: ModelPath, *, sampler: bool = True) -> Distance:
         """How far the path is from the eager model. Errors: ConfigError if the path refuses the model; any error of the model."""
@@ -204,7 +204,7 @@ class Trial:
         return distance
 
     def _run(self, path: ModelPath, dtype: str, sampler: bool) -> Distance:
-        module = copy_module(self._untouched)
+        module = copy.deepcopy(self._untouched)
         hold_frequencies(module, self._longest)
         policy = PolicyModel(module, dtype, path=path, lora=self._lora)
         logp_S = self._train(policy)

@@ -42,7 +42,6 @@ from asyncrl.generation.embedded import plain_core, plans
 from asyncrl.generation.embedded.cache import KVCache
 from asyncrl.models import plain
 from asyncrl.models.attention.interface import AttentionTerms
-from asyncrl.models.copying import copy_module
 from asyncrl.models.fused.decoder import FusedDecoder
 from asyncrl.models.native import kernels
 from asyncrl.models.paths import FUSED, PACKED, PLAIN
@@ -106,23 +105,6 @@ def test_weights_near_zero_hide_nothing() -> None:
     for layer in lost.module.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
     assert float((with_layers_off._train(lost) - with_layers_off.eager(row_by_row=True)[0]).abs().max()) > 0.1
-
-
-def test_a_copy_shares_nothing_with_the_module() -> None:
-    model = llama(tie_word_embeddings=True)
-    heard: list[nn.Module] = []
-    model.model.norm.register_forward_hook(lambda module, given, out: heard.append(module))
-    copied = copy_module(model)
-    assert copied.lm_head.weight is copied.model.embed_tokens.weight and copied.config is not model.config
-    own = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
-    assert not own & {id(part) for part in (*copied.modules(), *copied.parameters(), *copied.buffers())}
-    copied.model.layers[0].register_forward_hook(lambda module, given, out: heard.append(module))
-    with torch.no_grad():
-        copied.lm_head.weight.zero_()
-        assert model.lm_head.weight.any()
-        model(input_ids=torch.arange(3)[None])
-        copied(input_ids=torch.arange(3)[None])
-    assert heard == [model.model.norm, copied.model.layers[0], copied.model.norm]
 
 
 # -- refused ------------------------------------------------------------------------------------------------------------

@@ -104,8 +104,8 @@ class TreePlan(AttentionPlan):
     """
 
     def __init__(self, node_length: npt.ArrayLike, node_parent: npt.ArrayLike | None = None) -> None:
-        lengths = _ints(node_length).tolist()
-        parents = [-1] * len(lengths) if node_parent is None else _ints(node_parent).tolist()
+        lengths = np.ravel(node_length).tolist()
+        parents = [-1] * len(lengths) if node_parent is None else np.ravel(node_parent).tolist()
         starts = [0, *itertools.accumulate(lengths)]
         self.tokens: int = starts[-1]
         self.rows: list[NodeRow] = []  # of each node with tokens
@@ -243,7 +243,3 @@ class TreeAttention(torch.autograd.Function):
             sinks_gradient = torch.zeros_like(sinks, dtype=torch.promote_types(sinks.dtype, torch.float32))
         ctx.plan.backward(grad.contiguous(), saved, ctx.scaling, gradients, terms, sinks_gradient)
         return (*gradients, None if sinks_gradient is None else sinks_gradient.to(sinks.dtype), None, None, None)
-
-
-def _ints(values: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    return np.asarray(values, dtype=np.int64).reshape(-1)

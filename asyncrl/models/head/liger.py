@@ -51,24 +51,20 @@ def choose_head_kernel(
 
     Errors: ConfigError if `liger` is asked for and cannot be used. The kernels do not compute a soft cap. A scale of the logits is
     passed to the kernels as a temperature. A bias of the head is already in the logits."""
-    require_head_kernel(kind, device, dtype)
-    if transform.softcap is not None:
-        if kind == "liger":
-            raise ConfigError(
-                f"model.head_kernel is liger, but the model soft-caps its logits (at {transform.softcap:g}), and Liger's kernels "
-                "compute no soft cap; use auto or torch"
-            )
+    reason = _missing_requirement(device, dtype)
+    if reason is None and transform.softcap is not None:
+        reason = f"the model soft-caps its logits (at {transform.softcap:g}), and Liger's kernels compute no soft cap"
+    if kind == "torch" or (kind == "auto" and reason is not None):
         return None
-    if kind == "torch" or _missing_requirement(device, dtype) is not None:
-        return None
-    try:
-        kernel = LigerHead()
-        reason = disagreement(kernel, device, dtype, vocabulary)
-    except Exception as error:
-        # Versions of Liger, Triton, compiler and driver that do not fit each other may raise any exception.
-        reason = f"Liger's kernels do not run here ({type(error).__name__}: {error})"
     if reason is None:
-        return kernel
+        try:
+            kernel = LigerHead()
+            reason = disagreement(kernel, device, dtype, vocabulary)
+        except Exception as error:
+            # Versions of Liger, Triton, compiler and driver that do not fit each other may raise any exception.
+            reason = f"Liger's kernels do not run here ({type(error).__name__}: {error})"
+        if reason is None:
+            return kernel
     if kind == "liger":
         raise ConfigError(f"model.head_kernel is liger, but {reason}; use auto or torch")
     logger.warning("liger-kernel is installed, but %s; the head's logits go through torch", reason)
