@@ -73,33 +73,14 @@ def check_plain(value: Any, name: str) -> None:
         )
 
 
-def read_run(directory: Path) -> dict[str, Any]:
-    """The dictionary of `run.json`. Errors: `CheckpointError`."""
-    path = directory / STATE / "run.json"
-    try:
-        run = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(run, dict):
-        raise CheckpointError(f"{path} holds {type(run).__name__}; expected an object")
-    return run
-
-
-def read_trainer(directory: Path) -> dict[str, Any]:
-    """The dictionary of `trainer.pt` with tensors on the host. Runs no pickled code. Errors: `CheckpointError`."""
-    return read_tensors(directory / STATE / TRAINER)
-
-
 def read_tensors(path: Path, *, lazily: bool = False) -> dict[str, Any]:
     """The dictionary in a file of `torch.save`, tensors on the host. Runs no pickled code. Errors: `CheckpointError`.
     `lazily`: the tensors are memory-mapped, so their bytes are read on first use."""
     import torch
 
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+        loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     # torch.load raises OSError, RuntimeError, EOFError and UnpicklingError.
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{path} holds {type(loaded).__name__}; expected a dictionary")
     return loaded

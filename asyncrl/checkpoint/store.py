@@ -34,13 +34,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from asyncrl.concurrency.offload import offload
 from asyncrl.errors import CheckpointError
 
 from .atomic import remove_tree, replace_directory, replace_link, sync_directory, sync_tree
 from .manifest import MANIFEST, STATE, compare, write_manifest
 from .shards import join_shards
-from .state import Writer, read_run, read_trainer
+from .state import TRAINER, Writer, read_tensors
 
 logger = logging.getLogger("asyncrl.checkpoint")
 
@@ -60,15 +62,13 @@ class Checkpoint:
     def trainer(self) -> dict[str, Any]:
         """The dictionary of trainer.pt with the rows of all ranks, tensors on the host. Blocks while it reads large files.
         Errors: `CheckpointError`."""
-        return join_shards(self.path, read_trainer(self.path))
+        return join_shards(self.path, read_tensors(self.path / STATE / TRAINER))
 
 
 class CheckpointStore:
     """Saves and loads the checkpoints of one directory. `keep`: how many of the newest checkpoints stay; 0: all."""
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
-        if keep < 0:
-            raise CheckpointError(f"keep is {keep}; pass 0 to keep all checkpoints, or a positive number")
         self.directory = Path(directory)
         self._keep = keep
         self._save_lock = threading.Lock()
@@ -145,8 +145,8 @@ class CheckpointStore:
         if comparison.faults:
             intact = (v for v in reversed(self.versions()) if v < version and not compare(self.path(v)).faults)
             raise CheckpointError(f"the checkpoint {path} is {comparison}; {self.resume_advice(next(intact, None))}")
-        run = read_run(path) if (path / STATE / "run.json").exists() else {}
-        return Checkpoint(version, path, run)
+        run = path / STATE / "run.json"
+        return Checkpoint(version, path, orjson.loads(run.read_bytes()) if run.exists() else {})
 
     def load_latest(self) -> Checkpoint | None:
         """The checkpoint of `latest_version`, or None if the store is empty. Errors: `CheckpointError`."""
