@@ -5,9 +5,9 @@
 A sink is one more column of scores without a value. The gradient of the sink is the gradient of that column.
 
 A row is a context, which several rows may share, and the row's own tokens after it. The queries of the own tokens are cut into
-blocks. A block reads only the keys that its queries can see, so the time is linear in the window. Only the inputs are saved:
-backward computes the scores again. Scores and their softmax are computed in float32, or in float64 for float64 inputs. The other
-products have the dtype of the inputs. Any device works.
+blocks. A block reads only the keys that its queries can see, so the time is linear in the window. Backward computes the scores
+again. Scores and their softmax are computed in float32, or in float64 for float64 inputs. The other products have the dtype of the
+inputs.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, G = H/K, D head size. A bin has R blocks of L queries and C
 keys each.

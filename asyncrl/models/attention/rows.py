@@ -1,8 +1,7 @@
 """Attention over packed trees by batched matrix products. A padded row holds the context of a node and the node's own tokens.
 
 The scores of a short row (hundreds of tokens, as in most training) fit the cache. Then two products and one softmax are faster
-than torch's flash kernel on a CPU. The gain is largest in bfloat16, where the flash backward has a fifth of its float32 rate.
-Rows of similar lengths share a bin. The size of a bin is limited, so that its scores stay in the cache.
+than torch's flash kernel on a CPU, most of all in bfloat16. Rows of similar lengths share a bin, whose scores must fit the cache.
 
 Scores (q k') and softmax are computed in float32, or float64 for float64 inputs. The other products have the dtype of the inputs.
 

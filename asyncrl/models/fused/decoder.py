@@ -4,15 +4,13 @@
     middle -> norm -> [gate up] -> silu or gelu of gate, times up -> down -> (norm) -> add middle
 
 Brackets: weights that are used as one matrix. Parentheses: norms of some models. Experts replace [gate up] to down.
-transformers' forward computes q, k and v by three products, allocates every elementwise result, and records some thirty
-autograd nodes a layer. Here a layer is one autograd node. The node saves the inputs of the attention half and of the MLP
-half, q/k/v, the output of attention and gate/up; with checkpointing it saves only its input. Its backward computes cheap values
-again, and adds weight gradients directly to the flat buffer. In a layer with experts the node ends with the norm before the
+A layer is one autograd node, where transformers' forward records some thirty. The node saves the inputs of the attention half and
+of the MLP half, q/k/v, the output of attention and gate/up; with checkpointing it saves only its input. Its backward computes cheap
+values again, and adds weight gradients directly to the flat buffer. In a layer with experts the node ends with the norm before the
 experts. Sampling and training run the same code.
 
 `FusedDecoder.try_build` accepts a model only if layers.py knows all parts of its layers, and if each fused layer reproduces a
-recorded call of the model's own layer (tracing.py). Other models run through transformers, which is slower. Modules, weights
-and parameter names are not changed.
+recorded call of the model's own layer (tracing.py). Modules, weights and parameter names are not changed.
 
 Shape legend: T packed tokens, E hidden size, H query heads, K key/value heads, D head size, F size of the MLP.
 """

@@ -7,11 +7,9 @@ backward computes them again, so memory is bounded by one chunk of [chunk, V] fo
     z = logits / temperature,   logp = z[target] - lse(z),   p = softmax(z),   entropy = -sum p log p
     d logp / d z = onehot - p,   d entropy / d z = -p (log p + entropy)
 
-Matrix products have the dtype of the weight. Everything after a product is float32 (float64 for float64 weights). On a CPU the
-torch softmax computes a few rows at a time, which stay in cache: two to three times faster than all rows at once. The native
-kernels read each row twice. A scale of the logits is merged with the temperature. torch computes soft-capped logits.
-
-Where Liger's kernels are usable (liger.py) they replace `default_passes` and give the same results.
+Matrix products have the dtype of the weight. Everything after a product is float32 (float64 for float64 weights). A scale of the
+logits is merged with the temperature. Where Liger's kernels are usable (liger.py) they replace `default_passes` and give the same
+results.
 
 Shape legend: S scored tokens, E hidden size, V vocabulary, R rows of a block in cache.
 """
@@ -41,10 +39,8 @@ _CAPPED_ROWS = 128
 
 
 class SpareMemory:
-    """Reuses the memory of logits from one forward to the next: a first write to fresh pages is slow.
-
-    A forward takes the memory and its backward puts it back. A second forward before that backward gets new memory.
-    """
+    """Reuses the memory of logits from one forward to the next: a first write to fresh pages is slow. A forward takes the memory
+    and its backward puts it back. A second forward before that backward gets new memory."""
 
     def __init__(self) -> None:
         self._bytes: Tensor | None = None
@@ -246,8 +242,8 @@ class NativePasses:
 
 
 class TorchPasses:
-    """Passes by torch, a few rows at a time on a CPU or with a soft cap. The [2, R, V] of scratch should not outlive one forward or
-    backward. A `transform` without a soft cap is ignored, because the caller merges its scale with the temperature."""
+    """Passes by torch. On a CPU a few rows at a time, which stay in cache, are two to three times faster than all rows at once. The
+    [2, R, V] of scratch should not outlive one forward or backward. A `transform` without a soft cap is ignored, because the caller merges its scale with the temperature."""
 
     def __init__(self, hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform = NO_TRANSFORM) -> None:
         self._cap = None if transform.softcap is None else transform

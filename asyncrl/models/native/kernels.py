@@ -1,9 +1,8 @@
 """Elementwise parts of a decoder layer, forward and backward, over blocks of rows that stay in cache.
 
-Results go to preallocated buffers, because the page faults of a fresh buffer of some megabytes cost more than the computation. An
-operation over all rows would go through main memory; a block of rows stays in cache. Results have the dtype of the inputs; norms
-and their gradients are computed in float32 or wider. The native kernels, if they were built, and Triton's on a GPU need one pass.
-On a GPU a norm without an offset is torch's fused operator, one launch instead of nine.
+Results go to preallocated buffers, because the page faults of a fresh buffer of some megabytes cost more than the computation.
+Results have the dtype of the inputs; norms and their gradients are computed in float32 or wider. The native kernels, if they were
+built, and Triton's on a GPU need one pass. On a GPU a norm without an offset is torch's fused operator.
 
 Shape legend: N rows, E hidden size, F size of the MLP, X heads, D head size.
 """

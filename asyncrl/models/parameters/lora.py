@@ -3,9 +3,9 @@
 Hu et al., "LoRA" (arXiv:2106.09685), section 4.1, in peft's form: A [r, I] is random at the start and B [O, r] is zero, so
 a run begins exactly at the base model. There is no dropout, because sampler and trainer must compute the same values.
 
-The modules have the merged W, so sampling, log-probs and checkpoints work and cost as with a plain model. W is computed from W0
-once for each version and never updated in place, so rounding errors do not add up. Backward computes the gradients of A and B
-from a layer's input x and the gradient g of the layer's output. The gradient of W itself, [O, I], is never computed:
+The modules have the merged W. W is computed from W0 once for each version and never updated in place, so rounding errors do not add
+up. Backward computes the gradients of A and B from a layer's input x and the gradient g of the layer's output. The gradient of W
+itself, [O, I], is never computed:
 
     dB = s g' (x A')        dA = s (g B)' x        dx = g W
 
@@ -13,8 +13,6 @@ A weight outside of `nn.Linear`, such as a stack of experts [E, O, I] (or [E, I,
 form: A [E r, I], B [O, r E]. For such a weight autograd computes the gradient of W, and a hook computes those of A and B from it:
 
     dB = s dW A'            dA = s B' dW
-
-The buffers of `LoraParameters` contain only A and B. So optimizer, clipping, reduction and saved state need no code for adapters.
 
 Shape legend: N rows, I input features, O output features, r rank, E experts (1 for a plain weight).
 """

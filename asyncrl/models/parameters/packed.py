@@ -1,8 +1,7 @@
 """Linear layers that read the same input, as one product over a packed copy of their weights.
 
-On a CPU, `F.linear` reaches half of the GEMM rate for batches of decoding, because every call reorders the weight. oneDNN can
-reorder a weight once (`mkldnn._reorder_linear_weight`, which torch's freezing uses). So the first product with new weights makes a
-packed copy, and takes longer. Backward products read the plain weights, whose layout suits them.
+On a CPU, `F.linear` reaches half of the GEMM rate for batches of decoding, because every call reorders the weight. So the first
+product with new weights makes a packed copy by oneDNN. Backward products read the plain weights, whose layout suits them.
 
 Old copies would give wrong results, so every product compares `FlatWeights.stamp()`, which changes with the weights. `F.linear` is
 used if oneDNN is missing or does not pack the dtype, and while the modules read another buffer than `flat.working`.
