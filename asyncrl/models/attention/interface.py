@@ -3,10 +3,10 @@
 A forward of the model carries an `AttentionPlan` in its keyword arguments. Every attention layer passes its rotated queries, keys
 and values to `plan.attend(...)`. Only the plan knows the layout of the tokens: packed trees, or a decode batch over a cache.
 
-A layer may compute more than `softmax(q k' scaling) v`. The additions arrive as `AttentionTerms`. The window comes from the mask that
-the model requests: asyncrl's mask function returns a `SeenTokens` instead of a tensor. The other terms are keyword arguments. The
-argument `sliding_window` is ignored: OLMoE passes a window that its mask does not have, and eager attention, the reference, uses the
-mask. An argument that is neither used nor listed in `_WITHOUT_EFFECT` is an error, since a model must not lose a term silently.
+A layer may compute more than `softmax(q k' scaling) v`. The additions arrive as `AttentionTerms`. The window comes from the mask
+that the model requests: asyncrl's mask function returns a `SeenTokens`, no tensor. The other terms are keyword arguments. The
+argument `sliding_window` is ignored: OLMoE passes a window that its mask does not have, and eager attention, the reference, uses
+the mask. An argument that is neither used nor listed in `_WITHOUT_EFFECT` is an error: a model must not lose a term silently.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, D head size.
 """
@@ -146,7 +146,7 @@ def register() -> None:
     """Registers asyncrl's attention and mask with transformers, and turns cuDNN's attention off. Idempotent.
 
     torch prefers cuDNN's attention on Hopper cards. Its masked backward gives NaN if the key length is 64 mod 128 and activations
-    are large (pytorch#196678). cuDNN also builds a plan for each new shape, and every decode step has a new shape: 36 ms on an H200.
+    are large (pytorch#196678). cuDNN also builds a plan for each new shape, and each decode step has a new shape: 36 ms on an H200.
     Errors: PlatformError if torch does not turn cuDNN's attention off.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)

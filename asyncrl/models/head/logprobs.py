@@ -243,7 +243,8 @@ class NativePasses:
 
 class TorchPasses:
     """Passes by torch. On a CPU a few rows at a time, which stay in cache, are two to three times faster than all rows at once. The
-    [2, R, V] of scratch should not outlive one forward or backward. A `transform` without a soft cap is ignored, because the caller merges its scale with the temperature."""
+    [2, R, V] of scratch should not outlive one forward or backward. A `transform` without a soft cap is ignored, because the caller
+    merges its scale with the temperature."""
 
     def __init__(self, hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform = NO_TRANSFORM) -> None:
         self._cap = None if transform.softcap is None else transform
