@@ -43,7 +43,7 @@ from asyncrl.generation.embedded.cache import KVCache
 from asyncrl.models import plain
 from asyncrl.models.attention.interface import AttentionTerms
 from asyncrl.models.fused.decoder import FusedDecoder
-from asyncrl.models.native import kernels
+from asyncrl.models.fused.layers import Norm
 from asyncrl.models.paths import FUSED, PACKED, PLAIN
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.probe import build_probe
@@ -383,10 +383,10 @@ def test_a_gradient_that_is_lost_is_caught(
         monkeypatch.setattr(FusedDecoder, "attend_backward", lambda *given: 0.9 * back(*given))
     else:
 
-        def wrong(grad: Any, x: Any, weight: Any, eps: Any, into: Any, out: Any, *_: Any, **named: Any) -> Any:
+        def wrong(norm: Norm, grad: Any, x: Any, out: Any = None, scale: Any = None) -> Any:
             return grad if out is None else out.add_(grad)
 
-        monkeypatch.setattr(kernels, "rms_norm_backward", wrong)
+        monkeypatch.setattr(Norm, "backward", wrong)
     verdict = check_model(model())
     distance = verdict.results[0].distance
     assert distance is not None and distance.logprobs < 1e-5 and distance.gradients > 100 * RELATIVE

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from . import gpu
 from . import library as native
-from .norms import add_offset, fuses, inverse_rms
 
 _norm, _norm_backward = torch.ops.aten._fused_rms_norm, torch.ops.aten._fused_rms_norm_backward
 _BLOCK_BYTES = 1 << 20  # of the widest operand
@@ -38,13 +37,12 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def take(self, name: str, rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A contiguous, uninitialised [rows, columns], valid until the next `take` of this name."""
-        dtype = dtype or like.dtype
+    def take(self, name: str, rows: int, columns: int, like: Tensor) -> Tensor:
+        """A contiguous, uninitialised [rows, columns], valid until the next `take` of this name and of the dtype of `like`."""
         size = rows * columns
-        buffer = self._buffers.get((name, dtype))
+        buffer = self._buffers.get((name, like.dtype))
         if buffer is None or buffer.numel() < size or buffer.device != like.device:
-            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=like.device)
+            buffer = self._buffers[name, like.dtype] = torch.empty(size, dtype=like.dtype, device=like.device)
         return buffer[:size].view(rows, columns)
 
     def buffers(self) -> list[Tensor]:
@@ -62,9 +60,25 @@ def blocks(tensor: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
+def fuses(x: Tensor, weight: Tensor, offset: float) -> bool:
+    """Whether torch's fused norm is used: on a GPU, for a weight in the dtype of x, without an offset. The fused norm takes no
+    offset, and adding the offset to the weight first would round the sum to the dtype of the weight."""
+    return x.device.type != "cpu" and not offset and weight.dtype == x.dtype
+
+
+def _add_offset(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    """`offset + weight` in `dtype`, because a sum in bfloat16 would lose small weights. Offset 0: the weight, unconverted."""
+    return weight.to(dtype) + offset if offset else weight
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps): [N, E] -> [N, 1]."""
+    return torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor | None]:
-    """x [N, E], weight [E] -> [N, E] = (offset + weight) * x / sqrt(mean(x^2) + eps) (Zhang and Sennrich, 2019, eq. 4), in `out` or
-    in a fresh tensor. An offset of 1 is Gemma's. The second result is for `rms_norm_backward`, or None."""
+    """x [N, E], weight [E] -> [N, E] = (offset + weight) * x / sqrt(mean(x^2) + eps), in `out` or in a fresh tensor (Zhang and
+    Sennrich, arXiv:1910.07467, eq. 4). An offset of 1 is Gemma's. The second result is for `rms_norm_backward`, or None."""
     if native.takes(x, weight, out, size=x.shape[-1]):
         native.rms_norm(x, weight, eps, out, offset)
         return out, None
@@ -72,10 +86,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float =
         fused: tuple[Tensor, Tensor] = _norm(x, [x.shape[-1]], weight, eps)
         return fused
     dtype = torch.promote_types(x.dtype, torch.float32)
-    weight = add_offset(weight, offset, dtype)
+    weight = _add_offset(weight, offset, dtype)
     for rows in blocks(x):
         values = x[rows].to(dtype)
-        scale = inverse_rms(values, eps)
+        scale = _inverse_rms(values, eps)
         if values.dtype == x.dtype:
             torch.mul(values, scale, out=out[rows]).mul_(weight)
         else:
@@ -101,10 +115,10 @@ def rms_norm_backward(
         return out
     dtype = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros_like(weight, dtype=dtype)
-    wide_weight = add_offset(weight.to(dtype), offset, dtype)
+    wide_weight = _add_offset(weight.to(dtype), offset, dtype)
     for rows in blocks(x):
         values = x[rows].to(dtype)
-        scale = inverse_rms(values, eps)
+        scale = _inverse_rms(values, eps)
         normed = values * scale
         inner = grad[rows].to(dtype, copy=True)
         if grad_weight is not None:

@@ -1,10 +1,8 @@
-"""RMS normalisation as one autograd node, which saves its input and one number per row.
+"""RMS normalisation as one autograd node, which saves only its input.
 
 The modules of transformers compute in float32 even for a float64 model, and autograd saves several copies of their activations.
 `replace_norms` changes the class of each module that computes `(offset + weight) * x / sqrt(mean(x^2) + eps)`. The offset is 0, or
 1 in Gemma. The output of each module is tested first, and a module with another output keeps its class.
-
-Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467), eq. 4.
 """
 
 from __future__ import annotations
@@ -16,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import kernels
+from .kernels import fuses
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x [..., E], weight [E] -> [..., E] in the dtype of x. All intermediate values are float32 or wider."""
@@ -25,43 +26,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return result
 
 
-def fuses(x: Tensor, weight: Tensor, offset: float) -> bool:
-    """Whether torch's fused norm is used: on a GPU, for a weight in the dtype of x, without an offset. The fused norm takes no
-    offset, and adding the offset to the weight first would round the sum to the dtype of the weight."""
-    return x.device.type != "cpu" and not offset and weight.dtype == x.dtype
-
-
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps): [..., E] -> [..., 1]."""
-    return torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = inverse_rms(wide, eps)
-        ctx.save_for_backward(x, weight, scale)
-        ctx.offset = offset
-        out: Tensor = (wide * scale).mul_(add_offset(weight, offset, wide.dtype)).to(x.dtype)
-        return out
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.offset = eps, offset
+        rows_NE = x.reshape(-1, x.shape[-1])
+        return kernels.rms_norm(rows_NE, weight, eps, torch.empty_like(rows_NE), offset)[0].view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        normed = x.to(scale.dtype) * scale
-        wide = grad.to(scale.dtype)
-        grad_weight = None
+        x, weight = ctx.saved_tensors
+        total = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        inner = wide * add_offset(weight, ctx.offset, wide.dtype)
-        mean = torch.linalg.vecdot(inner, normed).div_(x.shape[-1]).unsqueeze(-1)
-        return inner.sub_(normed.mul_(mean)).mul_(scale).to(x.dtype), grad_weight, None, None
-
-
-def add_offset(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
-    """`offset + weight` in `dtype`, because a sum in bfloat16 would lose small weights. Offset 0: the weight, unconverted."""
-    return weight.to(dtype) + offset if offset else weight
+            total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        grad_NE, x_NE = (part.reshape(-1, x.shape[-1]) for part in (grad, x))
+        grad_x = kernels.rms_norm_backward(grad_NE, x_NE, weight, ctx.eps, total, offset=ctx.offset)
+        return grad_x.view(x.shape), None if total is None else total.to(weight.dtype), None, None
 
 
 class FusedRMSNorm(nn.Module):
