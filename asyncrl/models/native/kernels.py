@@ -73,7 +73,8 @@ def _add_offset(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps): [N, E] -> [N, 1]."""
-    return torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+    result: Tensor = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+    return result
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor | None]:
