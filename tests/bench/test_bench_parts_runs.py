@@ -39,6 +39,7 @@ def places(folder: Path) -> list[str]:
     return ["--cache", str(folder / "cache"), "--out", str(folder / "out")]
 
 
+@pytest.mark.slow
 def test_training_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In bfloat16 where it has instructions: without, the rate of its products alone takes minutes."""
     dtypes = ["float32", "bfloat16" if cpu_flags() & {*BFLOAT16} else "float32"]
@@ -74,6 +75,7 @@ def test_turns_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureFixt
     assert sides["asyncrl"]["tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_generation_through_the_whole_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """vLLM's side is an interpreter that answers at once; asyncrl's side is a whole engine in its own process."""
     peer = stand_in(tmp_path / "python", PEER)

@@ -148,7 +148,7 @@ async def serving(engine: Engine) -> AsyncIterator[Engine]:
 # ---- deaths at work
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 async def test_whatever_is_killed_and_when_every_request_has_its_answer(seed: int) -> None:
     """Deaths at random moments, in the start, too, with groups and single requests, of which some are given up."""
     draw = random.Random(seed)

@@ -97,7 +97,7 @@ def gradients(policy: PolicyModel) -> dict[str, Tensor]:
 TERMS = [(1, None, False), (4, None, False), (9, 0.7, True), (None, 0.7, False), (None, None, True), (5, None, True)]
 
 
-@pytest.mark.parametrize("way", ["blocks", "small blocks", "ragged"])
+@pytest.mark.parametrize("way", [pytest.param("blocks", marks=pytest.mark.slow), "small blocks", "ragged"])
 @pytest.mark.parametrize("case", TERMS, ids=str)
 @pytest.mark.parametrize("trees", TREES.values(), ids=TREES.keys())
 def test_equals_the_dense_formula(

@@ -35,6 +35,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 def test_nothing_outlives_its_worker():
     done = subprocess.run([sys.executable, str(TOOL), "rewards"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

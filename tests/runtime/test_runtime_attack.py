@@ -23,6 +23,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return http
 
 
+@pytest.mark.slow
 def test_a_run_that_is_attacked_trains_every_good_group_and_ends_in_good_order(tmp_path: Path, tool: Any) -> None:
     name, key = f"attacked-{os.getpid()}", "only-this-test-knows-it"
     door = {**FED["door"], "ring": name, "http_port": 0, "http_key": key}

@@ -121,6 +121,7 @@ async def test_siblings_make_every_call_of_their_leader(tmp_path: Path, tree: di
     check_equal(tmp_path / "shared/runs/run", tmp_path / "alone/runs/run")
 
 
+@pytest.mark.slow
 def test_each_set_replays_what_one_rank_in_its_place_would(tmp_path: Path) -> None:
     """A rank replays the groups that it has trained. So two sets are compared with two ranks, and not with one."""
     tree = TREE | {"reward": f"{REWARDS}:stingy", "replay": {"size": 3}}
@@ -161,7 +162,7 @@ ENDLESS = ASYNC | {
 @pytest.mark.parametrize(
     ("number", "rank", "size"),
     [
-        (signal.SIGKILL, 2, 4),
+        pytest.param(signal.SIGKILL, 2, 4, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, 0, 4, marks=pytest.mark.slow),
         (signal.SIGSTOP, 1, 2),
         pytest.param(signal.SIGSTOP, 3, 4, marks=pytest.mark.slow),
@@ -187,14 +188,8 @@ def test_a_lost_rank_ends_the_run_and_is_named_with_its_set(
             assert weights_of(run, metrics_of(run)[-1]["step"])
 
 
-@pytest.mark.parametrize(
-    ("rank", "sharding"),
-    [
-        (0, "fsdp"),
-        pytest.param(1, "fsdp", marks=pytest.mark.slow),
-        pytest.param(2, "replicate", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "sharding"), [(0, "fsdp"), (1, "fsdp"), (2, "replicate")])
 def test_a_signal_to_one_rank_is_a_signal_to_all(tmp_path: Path, rank: int, sharding: str) -> None:
     """All ranks end with its exit code, and the last step is saved."""
     run = tmp_path / "runs/run"
@@ -295,13 +290,10 @@ def test_a_sibling_that_hangs_is_named_at_the_leader(tmp_path: Path) -> None:
         assert re.search(r"line \d+, in fail", ranks[1].output), ranks[1].output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "sharding"),
-    [
-        ("commit", "replicate"),
-        *(pytest.param(moment, "replicate", marks=pytest.mark.slow) for moment in ("_run_call", "_publish", "SIGTERM")),
-        pytest.param("SIGTERM", "fsdp", marks=pytest.mark.slow),
-    ],
+    [*((moment, "replicate") for moment in ("commit", "_run_call", "_publish", "SIGTERM")), ("SIGTERM", "fsdp")],
 )
 def test_a_run_that_was_cut_off_is_resumed_and_trains_each_prompt_once(
     tmp_path: Path, moment: str, sharding: str

@@ -39,7 +39,7 @@ def trained(run: Path) -> tuple[int, set[int]]:
         pytest.param("say", "replicate", STEP, marks=pytest.mark.slow),
         # Its part of the weights went with it: the last checkpoint is whole. Rank 0 does not wait until the watchdog ends the run.
         pytest.param("committed", "fsdp", STEP - 1, marks=pytest.mark.slow),
-        ("say", "fsdp", STEP - 1),
+        pytest.param("say", "fsdp", STEP - 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_step_of_a_rank_that_was_killed_is_trained_once(

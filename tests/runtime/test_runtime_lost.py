@@ -89,6 +89,7 @@ def test_a_run_goes_on_without_ranks_that_are_lost_at_any_moment(
     assert re.search(r"^the run has ended .*: completed$", shown, re.M), shown
 
 
+@pytest.mark.slow
 def test_real_ranks_are_lost_in_a_broadcast_and_in_a_pause_and_the_run_is_resumed(tmp_path: Path) -> None:
     """Rank 1 is killed in a bucket of weights. Rank 2 is stopped for longer than the limit, with groups on their way, and goes on
     later. Rank 3 is killed when no other rank is left. Then two ranks resume the run."""

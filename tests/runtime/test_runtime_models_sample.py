@@ -25,8 +25,11 @@ def as_it_was() -> Iterator[None]:
     os.environ.pop(ROW, None)
 
 
+NIGHTLY = ("mistral", "gemma3_text", "granite multipliers", "phi3", "falcon_h1", "cohere2")
+
+
 @pytest.mark.parametrize(
-    "name", [name if name != "falcon_h1" else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLE]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in NIGHTLY else []) for name in SAMPLE]
 )
 def test_a_family_is_computed_as_by_itself(name: str) -> None:
     assert complaint(name) is None

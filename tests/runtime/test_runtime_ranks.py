@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 import zmq
@@ -82,6 +83,7 @@ def test_ranks_with_other_numbers_of_rows_are_refused(tmp_path: Path) -> None:
         assert "data.train has 8 rows on rank 0 and 7 on rank 1" in ranks[1].output, ranks[1].output
 
 
+@pytest.mark.slow
 def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     """For longer than the time after which a rank without a sign of life is lost; once more while it has no time to recover."""
     limits = {"interval_s": 0.2, "loop_timeout_s": 4.0}

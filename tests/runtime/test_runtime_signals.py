@@ -139,7 +139,7 @@ def test_who_stops_a_whole_job_signals_everybody_and_the_checkpoint_is_there(tmp
     assert (run / "checkpoints/latest/state/shard_1.pt").exists()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_whose_others_never_come_ends_at_a_signal(tmp_path: Path, rank: int) -> None:
     """Nothing is held yet that it would have to save. The other one may have died while it started."""
     with socket.socket() as free:

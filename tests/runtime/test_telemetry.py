@@ -88,7 +88,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunSummary
     tree["data"] = REAL["data"] | {"eval": f"{MODEL}:held_out"}
 
     async def program() -> RunSummary:
-        async with Runtime(config_of(folder, "train.max_steps=30", base=tree)) as runtime:
+        async with Runtime(config_of(folder, "train.max_steps=20", base=tree)) as runtime:
             return await runtime.run()
 
     return folder / "runs/run", asyncio.run(program())
@@ -108,8 +108,8 @@ def test_every_name_of_the_conventions_is_there(finished: tuple[Path, RunSummary
 
 def test_one_line_a_version_in_order(finished: tuple[Path, RunSummary]) -> None:
     run, summary = finished
-    assert [line["step"] for line in metrics_of(run)] == list(range(31))
-    assert [version for version, _ in summary.history] == list(range(31))
+    assert [line["step"] for line in metrics_of(run)] == list(range(21))
+    assert [version for version, _ in summary.history] == list(range(21))
     times = [line["time"] for line in metrics_of(run)]
     assert times == sorted(times)
 

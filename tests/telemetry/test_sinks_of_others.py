@@ -77,7 +77,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's use of SQLAlchemy
-@pytest.mark.parametrize("store", ["sqlite beside the runs", "files"])
+@pytest.mark.parametrize("store", [pytest.param("sqlite beside the runs", marks=pytest.mark.slow), "files"])
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -74,8 +74,8 @@ def check(ranks: Ranks, case: Case, tolerance: float = 1e-10, updates: int = 5) 
 
 
 BASE = Case(where=ONE_SET, flat=True, context=2)
-BOTH_PATHS = pytest.mark.parametrize("path", ["fused", "packed"])
 SLOW = pytest.mark.slow
+BOTH_PATHS = pytest.mark.parametrize("path", ["fused", pytest.param("packed", marks=SLOW)])
 PATHS_AND_CHECKPOINTING = pytest.mark.parametrize(
     ("path", "checkpointing"),
     [
@@ -152,8 +152,9 @@ FLOAT32 = replace(BASE, dtype="float32", lr=1e-3, eps=3e-3)
 @pytest.mark.parametrize(
     "changed",
     [
-        *({"kind": kind} for kind in ("llama", "window", "sinks", "capped")),
-        {"kind": "moe", "routes": True},
+        {"kind": "llama"},
+        *(pytest.param({"kind": kind}, marks=SLOW) for kind in ("window", "sinks", "capped")),
+        pytest.param({"kind": "moe", "routes": True}, marks=SLOW),
         {"lora": 3},
         {"path": "packed", "checkpointing": True},
     ],

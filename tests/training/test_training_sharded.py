@@ -156,17 +156,26 @@ def test_equal_ranks_and_a_bit_that_no_other_rank_holds_end_nothing(four: Ranks)
         assert "error" not in part  # one copy of the model: nobody has the same rows
 
 
-@pytest.mark.parametrize(("shards", "keep", "then"), [(2, False, [None, True]), (4, False, [2, True])])
+@pytest.mark.parametrize(
+    ("shards", "keep", "then"), [(2, False, [None, True]), pytest.param(4, False, [2, True], marks=pytest.mark.slow)]
+)
 def test_a_saved_state_goes_on_with_another_cut(four: Ranks, shards: int, keep: bool, then: list[Any]) -> None:
     check(four, Case(where=OF_FOUR, shards=shards, keep=keep, then=then))
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo"])
+@pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.slow), "dapo"])
 def test_two_ranks_with_unequal_numbers_of_microbatches(two: Ranks, name: str) -> None:
     check(two, Case(name, where=UNEQUAL))
 
 
-@pytest.mark.parametrize("rounds", [[[1], [2]], [[0, 1, 9], [1, 1, 1]], [[0, 0, 0], []], [[], [1, 2]]])
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        [[0, 1, 9], [1, 1, 1]],
+        [[], [1, 2]],
+        *(pytest.param(rounds, marks=pytest.mark.slow) for rounds in ([[1], [2]], [[0, 0, 0], []])),
+    ],
+)
 def test_rounds_may_come_at_any_time_and_a_rank_that_finishes_joins_them(two: Ranks, rounds: list[list[int]]) -> None:
     check(two, Case(where=UNEQUAL), rounds)
 
@@ -177,7 +186,7 @@ def test_an_empty_rank_and_one_with_a_masked_row_alone(two: Ranks, three: Ranks)
     check(three, Case("dapo", where=MASKED), [[1], [0], [1]])
 
 
-@pytest.mark.parametrize("silent", [[1, 0], [0, 2]])
+@pytest.mark.parametrize("silent", [[1, 0], pytest.param([0, 2], marks=pytest.mark.slow)])
 def test_groups_without_advantages_are_counted_and_ask_for_no_place_in_a_round(two: Ranks, silent: list[int]) -> None:
     check(two, Case(where=EMPTY, silent=silent), [[0], [1]])
 
@@ -199,7 +208,7 @@ def test_a_rank_may_hold_no_row_of_a_parameter(three: Ranks) -> None:
     check(three, Case(where=MASKED, kind="narrow", steps=2))
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen3", True)])
+@pytest.mark.parametrize(("kind", "tied"), [pytest.param("llama", False, marks=pytest.mark.slow), ("qwen3", True)])
 def test_other_models_and_checkpointing(two: Ranks, kind: str, tied: bool) -> None:
     check(two, Case(where=UNEQUAL, kind=kind, tied=tied, checkpointing=True))
 
