@@ -23,7 +23,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl join HOST:PORT [a.b=value ...]                    generate for a run that listens there (distributed.listen)
   asyncrl prompts CONFIG.yaml [a.b=value ...] [-n 3]        print the first prompts after the chat template
   asyncrl check RUN                                         compare every file of a run's checkpoints with its checksum
-  asyncrl check-model PATH                                  check every way to compute a model against eager transformers
+  asyncrl check-model PATH [a.b=value ...]                  check every way to compute a model against eager transformers
   asyncrl shm [list | clear [NAME ...]]                     list shared-memory segments; remove those without an owner
   asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
   asyncrl report RUN                                        write report.html of a run, running or ended

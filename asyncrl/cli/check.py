@@ -28,8 +28,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if directory is not None and (directory / "checkpoints").is_dir():
             return _check_all(directory / "checkpoints")
-        if directory is not None and _is_checkpoint(directory.resolve()):
-            return CheckpointError.exit_code if _check(directory.resolve()) == DAMAGED else 0
+        checkpoint = directory and directory.resolve()
+        if checkpoint and (
+            re.match(r"step_\d+$", checkpoint.name) or (checkpoint / "state" / "manifest.json").exists()
+        ):
+            return CheckpointError.exit_code if _check(checkpoint) == DAMAGED else 0
         if directory is not None and any(directory.glob("step_*")):
             return _check_all(directory)
     except (CheckpointError, OSError) as error:
@@ -64,7 +67,3 @@ def _check(checkpoint: Path) -> str:
     if comparison is None:
         return REMOVED
     return DAMAGED if comparison.faults else INTACT
-
-
-def _is_checkpoint(directory: Path) -> bool:
-    return re.fullmatch(r"step_\d+", directory.name) is not None or (directory / "state" / "manifest.json").exists()

@@ -1,4 +1,4 @@
-"""`asyncrl check-model PATH`: compares each path of this runtime (fused, packed, plain) with the model in eager transformers.
+"""`asyncrl check-model PATH [a.b=value ...]`: compares each path of this runtime (fused, packed, plain) with eager transformers.
 
 A run makes the same comparison at its start, but stops at the first path that agrees (runtime/gate.py). If the model's rotary
 frequencies depend on the length of a row, rows within the original context and longer rows are compared separately.
@@ -6,7 +6,6 @@ frequencies depend on the length of a row, rows within the original context and 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,27 +15,26 @@ from asyncrl.telemetry.output import print_early
 if TYPE_CHECKING:
     from asyncrl.runtime.gate import Verdict
 
-USAGE = "asyncrl check-model PATH: compare every path with the model's eager forward and backward (exit 2: refused)"
+USAGE = """\
+asyncrl check-model PATH [a.b=value ...]: compare every path with the model's eager forward and backward (exit 2: refused).
+PATH is model.path: a directory, a hub id, or file.py:function. The settings are those of a run: model.*,
+train.gradient_checkpointing and distributed.sharding."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit codes: 0, or 2 for a refused model. A model refused only for rows past its original context can be trained: 0."""
-    parser = argparse.ArgumentParser(prog="asyncrl check-model", description=USAGE)
-    parser.add_argument("path", help="model.path: a directory, a hub id, or file.py:function")
-    parser.add_argument("--gguf-file", help="model.gguf_file")
-    parser.add_argument("--random-init", action="store_true", help="model.random_init: only the configuration is read")
-    parser.add_argument("--gradient-checkpointing", action="store_true", help="train.gradient_checkpointing")
-    parser.add_argument("--lora-rank", type=int, default=0, help="model.lora.rank")
-    parser.add_argument("--fsdp", action="store_true", help="distributed.sharding=fsdp")
-    options = parser.parse_args(list(arguments))
-    print_early(f"looking for {options.path}")
-    from asyncrl.config.schema import LoraConfig, ModelConfig
+    if not arguments or arguments[0].startswith("-"):
+        print(USAGE)
+        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    path, *overrides = arguments
+    print_early(f"looking for {path}")
+    from asyncrl.config.load import load_config
     from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
     from asyncrl.runtime.inputs import check_model_source
 
-    config = ModelConfig(path=options.path, gguf_file=options.gguf_file, random_init=options.random_init)
     try:
-        check_model_source(config)
+        config = load_config([], [f"model.path={path}", *overrides])
+        check_model_source(config.model)
     except AsyncrlError as error:
         print(f"asyncrl check-model: {error}", file=sys.stderr)
         return 2
@@ -50,16 +48,16 @@ def main(arguments: Sequence[str]) -> int:
         verdict = check_model(
             module,
             longest=longest,
-            lora=LoraConfig(rank=options.lora_rank),
-            checkpointing=options.gradient_checkpointing,
-            sharded=options.fsdp,
+            lora=config.model.lora,
+            checkpointing=config.train.gradient_checkpointing,
+            sharded=config.distributed.sharding == "fsdp",
             every=True,
         )
         _ = verdict.path  # raises if no path agrees
         return verdict
 
     try:
-        module, _ = load_module(config)
+        module, _ = load_module(config.model)
         # The comparison runs only some layers. `head_transform` refuses NaN and infinite weights in all layers.
         head_transform(module)
         context = original_context(module.config)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -17,8 +15,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command. Exit codes: 0; 1 where a named segment could not be cleared; else those of `asyncrl.errors`."""
     parser = argparse.ArgumentParser(prog="asyncrl shm", description=__doc__)
     actions = parser.add_subparsers(dest="action")
-    listing = actions.add_parser("list", help="list the segments and their owners (the default)")
-    listing.add_argument("--json", action="store_true", help="one JSON object a line")
+    actions.add_parser("list", help="list the segments and their owners (the default)")
     clearing = actions.add_parser("clear", help="remove segments whose owner is gone")
     clearing.add_argument(
         "names", nargs="*", help="names from `asyncrl shm list`; default: all segments without an owner"
@@ -32,18 +29,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.action == "clear":
             return _clear(options.names, options.drop_records)
-        return _list(as_json=options.action == "list" and options.json)
+        return _list()
     except AsyncrlError as error:
         print(f"asyncrl shm: {error}", file=sys.stderr)
         return error.exit_code
 
 
-def _list(*, as_json: bool) -> int:
+def _list() -> int:
     entries = inventory()
-    if as_json:
-        for entry in entries:
-            print(json.dumps(dataclasses.asdict(entry)))
-        return 0
     if not entries:
         print("nothing of asyncrl lies in shared memory")
         return 0
