@@ -16,7 +16,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.concurrency.descriptors import Reserve, descriptor_advice, lacks_descriptors
@@ -79,9 +79,10 @@ def _start(arguments: list[str]) -> int:
     reserve.close()
     print_early("importing torch and transformers")
     if dry_run:
-        from asyncrl.runtime.plan import print_plan
+        from asyncrl.runtime.placement import AssumedCards
+        from asyncrl.runtime.plan import plan
 
-        print_plan(config, devices)
+        print(plan(config, None if devices is None else AssumedCards.parse(devices)))
         return 0
     return run(config, launcher)
 
@@ -145,11 +146,13 @@ def run(config: Config, launcher: Launcher | None = None, world: World | None = 
     a node needs no `check_start`. Returns the exit code. Errors: AsyncrlError."""
     # The thread pool of the tokenizers library would compete with the training thread for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # `_run` needs this module, and would import it with the collector enabled.
-    with _collector_disabled():
+    # Imports create almost no garbage, and take a sixth less time without the collector.
+    gc.disable()
+    try:
         import asyncrl.runtime.runtime  # noqa: F401
+    finally:
+        gc.enable()
     # At exit the interpreter would search all objects of torch and transformers for garbage, which takes a second.
-    atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
@@ -173,18 +176,6 @@ def run(config: Config, launcher: Launcher | None = None, world: World | None = 
                 # episode fails: `_run` is not done, and the loop is started again.
                 if task.done():
                     raise AsyncrlError(f"user code ended the run: {raised(error)}") from error
-
-
-@contextlib.contextmanager
-def _collector_disabled() -> Iterator[None]:
-    """Disable garbage collection during imports, which then take a sixth less time: imports create almost no garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 async def _run(config: Config, launcher: Launcher | None, world: World | None) -> int:
@@ -239,9 +230,9 @@ async def _run(config: Config, launcher: Launcher | None, world: World | None) -
                 print("asyncrl: the run has ended before this node generated", file=sys.stderr)
                 return 0
             # If a job is stopped, another rank may get its signal first and leave before this rank.
-            if not stop_signals and lost.stopped_by is None:
-                raise
-            if not stop_signals and lost.stopped_by is not None:
+            if not stop_signals:
+                if lost.stopped_by is None:
+                    raise
                 stop_signals.append(signal.Signals[lost.stopped_by])
                 print(f"asyncrl: another rank was stopped by {lost.stopped_by}; this rank ends, too", file=sys.stderr)
         else:

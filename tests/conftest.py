@@ -48,7 +48,7 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
     ("asyncrl/telemetry/rollouts.py", ("__init__",)): "before the first step: one mkdir",
     ("asyncrl/checkpoint/store.py", ("versions", "latest_version")): "before the first step, and after the last",
     ("asyncrl/concurrency/watchdog.py", ("_start_sentry",)): "before the first step: the sentry is started",
-    ("asyncrl/runtime/lock.py", ("release",)): "after the last step: one unlink",
+    ("asyncrl/runtime/directory.py", ("release",)): "after the last step: one unlink",
     ("asyncrl/main.py", ("_print_summary",)): "after the last step",
     ("asyncrl/telemetry/output.py", ("write",)): "standard output and error",
     ("asyncrl/telemetry/sinks.py", ("write",)): "one line a step, into the page cache",

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 EXIT_LIMIT_S = 25.0  # torchrun kills a process after 30 s
@@ -98,14 +98,14 @@ def start_exit_deadline(
     _deadline.started.set()
 
 
-def exit_blockers(before: Container[Any] = ()) -> dict[Any, str]:
+def exit_blockers() -> dict[Any, str]:
     """Non-daemon threads and children of multiprocessing that keep this process from exiting, each with a description. Leaves out
-    those in `before`, the main thread and idle threads of pools."""
+    the main thread and idle threads of pools."""
     from .describe import describe_holder
 
     multiprocessing = sys.modules.get("multiprocessing")
     children = [] if multiprocessing is None else multiprocessing.active_children()
-    holders = [holder for holder in (*threading.enumerate(), *children) if not holder.daemon and holder not in before]
+    holders = [holder for holder in (*threading.enumerate(), *children) if not holder.daemon]
     texts = {holder: describe_holder(holder) for holder in holders if holder is not threading.main_thread()}
     # An idle thread of a pool waits in the pool's function `_worker`.
     return {holder: text for holder, text in texts.items() if not text.endswith(" _worker")}

@@ -395,8 +395,7 @@ _PROFILE: dict[str, Any] = {
         int | None,
         field(
             None,
-            "First step of a profile: a range of the CUDA profiler API (`nsys profile -c cudaProfilerApi`), or without a GPU "
-            "torch's profiler, written to profile/; null is off.",
+            "First step of a profile on a GPU: a range of the CUDA profiler API (`nsys profile -c cudaProfilerApi`); null is off.",
             ge=1,
         ),
     ),

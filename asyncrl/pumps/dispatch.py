@@ -225,8 +225,8 @@ class Dispatch:
         self._played_lately.clear()
         return {peer: rows[first:end] for peer, (first, end) in zip(peers, pairwise(ends), strict=True)}
 
-    async def send_version(self, version: int) -> None:
-        """Send the version of the weights to the other ranks. Only for dry runs, which send no weights."""
+    async def update_weights(self, version: int) -> None:
+        """Send the version to the other ranks, as the `ports.WeightSink` of a dry run, which has no weights."""
         await self._broadcast(VERSION, {"version": version})
 
     async def send_trained(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncrl.algorithms.registry import build_advantage, build_loss, build_reward_penalty
 from asyncrl.concurrency.lane import SimulatedLane, ThreadLane
@@ -27,13 +27,13 @@ from asyncrl.environments.policy import AgentEnvironment
 from asyncrl.environments.session import Agents, EpisodeLimits
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.environments.tools import Toolbox
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, LifecycleError
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.generation.requests import sampling_params
 from asyncrl.models.parameters.source import reward_model_name
 from asyncrl.ports import Engine, Environment, Trainer, WeightSink
 from asyncrl.pumps.book import GroupBook, GroupIds
-from asyncrl.pumps.follow import EngineVersion
+from asyncrl.pumps.follow import EngineVersion, Remote
 from asyncrl.pumps.graph import RoleParts
 from asyncrl.pumps.metrics import decode_part, encode_part
 from asyncrl.pumps.pipeline import Gather, Ports, gather_alone
@@ -46,7 +46,6 @@ from asyncrl.rewards.pool import RewardPool, configured_rewards
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import Messages
 
-from .absent import Absent, SentVersions, VersionSender
 from .endpoint import lazy_endpoint
 from .inputs import check_rewards, columns_of, import_code, known_columns
 
@@ -170,7 +169,7 @@ async def _open_role_parts(run: OpenRun) -> None:
 
 
 def _first_group(run: OpenRun) -> int:
-    """The first id for groups that a program or a door submits. Ids below EMBEDDED_GROUPS belong to prompts of the run's data."""
+    """The first id for groups that a program or a door submits. Lower ids belong to prompts of the run's data."""
     rank = run.world.rank
     # Nobody submits groups to a run whose ranks have different roles.
     if run.saved is None or run.world.roles.differ:
@@ -186,7 +185,7 @@ def make_ledger(run: OpenRun) -> Any:
     if run.line is None:
         return LocalLedger(*bounds, recorder=run.recorder, warmup=rollout.sync_warmup_steps)
     has_prompts = run.decided.rows is not None or config.data.train is not None
-    # Groups of a program or a door may all arrive at one rank. So ranks have fixed shares of a step only with prompts.
+    # Only the run's own prompts spread evenly over the ranks. Groups of a program or a door may all arrive at one rank.
     shares_per_rank = config.preset == "sync" and has_prompts and not world.roles.differ
     trainers = world.roles.leaders if world.roles.differ else ()
     # A rank replays groups that it has trained. So the id of a group chooses its training rank, for a rerun with the same groups.
@@ -315,38 +314,32 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     if not costs.shared_device and world.trains and world.generates:
         engine_lane = await run.stack.enter_async_context(SimulatedLane("generation", run.recorder))
         run.lanes = (train_lane, engine_lane)
-    trainer: Trainer = DryRunTrainer(
+    trainer = DryRunTrainer(
         train_lane, run.recorder, train_token_s=costs.train_token_s, finish_s=costs.finish_s, version=version
     )
-    sinks: list[WeightSink] = [] if run.dispatch is None else [VersionSender(run.dispatch)]
+    # There are no weights to send: `Dispatch` sends the number of each version to the ranks that only generate.
+    sinks: list[WeightSink] = [] if run.dispatch is None else [run.dispatch]
     if not world.generates:
         return trainer, Absent(), sinks
     assert config.engine.max_sequences is not None
-    is_behind = config.rollout.weight_sync_interval > 1
-    weights: PublishedVersion | SentVersions | None = PublishedVersion(version) if is_behind else None
-    if not world.trains:
-        assert run.remote is not None
-        weights = SentVersions(run.remote, version)
-        run.engine_version = EngineVersion(weights.next)
-        # On a rank without a trainer only `trainer.version` is read.
-        trainer = cast(Trainer, run.engine_version)
-    engine = DryRunEngine(
+    versions = DryVersions(version, run.remote)
+    versions.engine = engine = DryRunEngine(
         engine_lane,
         run.recorder,
         max_sequences=config.engine.max_sequences,
         max_context=row_limit(config),
         kv_positions=config.engine.kv_positions,
-        version_source=lambda: trainer.version if weights is None else weights.version,
+        version_source=lambda: versions.version,
         decode_step_s=costs.decode_step_s,
         length_sigma=costs.length_sigma,
         seed=config.seed,
     )
     await run.stack.enter_async_context(engine)
-    if weights is not None:
-        weights.engine = engine
-    if isinstance(weights, SentVersions):
-        return trainer, engine, sinks
-    return trainer, engine, [weights or engine, *sinks]
+    if world.trains:
+        return trainer, engine, [versions, *sinks]
+    run.engine_version = EngineVersion(versions.next)
+    # On a rank without a trainer only `trainer.version` is read.
+    return cast(Trainer, run.engine_version), engine, sinks
 
 
 class ByteTokenizer:
@@ -381,14 +374,54 @@ class ChatBytes(ByteTokenizer):
         return text + ending + ("a" if add_generation_prompt else "")
 
 
-class PublishedVersion:
-    """The `WeightSink` of a dry run whose engine samples from the published version, not from the trainer's newest version."""
+class DryVersions:
+    """The version from which the engine of a dry run samples. On a rank that trains a `WeightSink`, on any other rank the source
+    of the versions that rank 0 sends."""
 
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.engine: WeightSink | None = None  # set later: making the engine needs this object
+    engine: WeightSink  # set later: making the engine needs this object
+
+    def __init__(self, version: int, remote: Remote | None) -> None:
+        """`version`: at the start. `remote`: None on rank 0."""
+        self.version, self._remote = version, remote
+        self._next_was_called = False
 
     async def update_weights(self, version: int) -> None:
         self.version = version
-        assert self.engine is not None
         await self.engine.update_weights(version)
+
+    async def next(self) -> int:
+        """The version of the start, then each version that rank 0 sends."""
+        version = self.version
+        if self._next_was_called:
+            assert self._remote is not None
+            version = await self._remote.wait_sent_version(version + 1)
+        self._next_was_called = True
+        await self.update_weights(version)
+        return version
+
+
+class Absent:
+    """Stands in for the engine, the environment and the rewards on a rank that only trains (`distributed.roles`)."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        """`weights`: name of a reward component -> weight."""
+        self.weights = weights or {}
+
+    async def __aenter__(self) -> Absent:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        return
+
+    def statistics(self) -> dict[str, float]:
+        return {}
+
+    def end_session(self, session: str) -> None:
+        return
+
+    async def generate(self, request: Any) -> NoReturn:
+        raise LifecycleError(
+            "this rank only trains (distributed.roles): it has no engine, no environment and no rewards"
+        )
+
+    run = score = generate

@@ -6,12 +6,11 @@
     CPU with AVX512-BF16 or AMX            bfloat16
     other devices                          float32
 
-The table follows from measured CPU times of bfloat16, divided by the times of float32. Training of SmolLM2-135M: 0.56 with
-AVX512-BF16, 2.3 with AVX-512 alone, 17 with AVX2. Decoding of 32 sequences: 0.59, 2.2 and 2.6.
+Measured CPU times of bfloat16, divided by the times of float32. Training of SmolLM2-135M: 0.56 with AVX512-BF16, 2.3 with AVX-512
+alone, 17 with AVX2. Decoding of 32 sequences: 0.59, 2.2 and 2.6.
 
-A start measures nothing and uses only the table, so every start on a machine makes the same choice. A resumed
-run keeps its first dtype on any machine, because the saved weights and optimizer state have that dtype. A resumed run also keeps
-the date that a chat template writes into prompts.
+A resumed run keeps its first dtype on any machine, because the saved weights and optimizer state have that dtype. A resumed run
+also keeps the date that a chat template writes into prompts.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ from asyncrl.pumps.hooks import Hooks
 from asyncrl.rewards.pool import RewardSpec
 from asyncrl.telemetry.machine import BFLOAT16, cpu_flags, instruction_set
 
-from .cards import Cards
 from .directory import RunDirectory
 from .inputs import check_code, check_inputs, require_free_lanes, row_count
 from .memory import fit_card
-from .placement import choose_engine
+from .placement import Cards, choose_engine
 from .progress import Stages
 
 
@@ -109,28 +107,30 @@ async def decide(
         own_rewards=bool(rewards),
     )
     resolved, card_lines = await offload(lambda: fit_card(config, device, world, resolve_settings), "device")
-    passed_by_program = prompts is not None, bool(rewards), environment is not None, hooks is not None
-    await offload(lambda: check_code(resolved) if checked else check_inputs(resolved, *passed_by_program), "inputs")
+    objects = {"prompts": prompts, "rewards": rewards or None, "environment": environment, "hooks": hooks}
+    passed = [name for name, value in objects.items() if value is not None]
+    await offload(lambda: check_code(resolved) if checked else check_inputs(resolved, passed), "inputs")
     directory = await offload(lambda: RunDirectory(resolved), "run-directory") if write else None
     stages.begin("reading the prompts")
     rows = None if prompts is None else await offload(lambda: load_rows(prompts), "prompts")
     lines = (*lines, *card_lines, *engine_lines)
     count = await offload(lambda: row_count(resolved, rows), "prompts")
-    objects = rewards, environment, hooks, rows, count
-    return Decided(resolved, world, device, lines, directory, *objects, engine_is_auto)
+    return Decided(resolved, world, device, lines, directory, rewards, environment, hooks, rows, count, engine_is_auto)
 
 
 def choose_dtype(
     config: Config, local_rank: int = 0, ranks: int = 1, cards: Cards | None = None
 ) -> tuple[Config, torch.device, tuple[str, ...]]:
-    """Call before `resolve`. `ranks`: the number of ranks on this machine. `cards`: None: the GPUs that torch sees. Blocks for
-    milliseconds. Returns (the configuration with `model.dtype` and `data.date` filled in, the device, sentences for the terminal).
-    Errors: ConfigError for a device that this machine does not have."""
+    """Returns (the configuration with `model.dtype` and `data.date` filled in, the device, sentences for the terminal). Call before
+    `resolve`. `ranks`: the number of ranks on this machine. `cards`: None: the GPUs that torch sees. Errors: ConfigError for a
+    device that this machine does not have."""
     if config.train.kind != "torch":
         return config, torch.device("cpu"), ()
     cards = cards or Cards()
     device = choose_device(config.model.device, local_rank, ranks, cards)
-    saved = _saved_config(config)
+    directory = RunDirectory(config)
+    resumes = directory.resumes and directory.config_file.exists()
+    saved = load_config([directory.config_file]) if resumes else None
     dtype, reason = config.model.dtype, "model.dtype"
     if dtype == "auto":
         dtype, reason = best_dtype(device, cards)
@@ -207,9 +207,3 @@ def check_chosen(config: Config, of_rank_0: dict[str, str], rank: int) -> None:
                 f"{name} was chosen for the device: {of_rank_0[name]} on the machine of rank 0 and {value} on the machine of rank "
                 f"{rank}; set {name} to {of_rank_0[name]} or {value}"
             )
-
-
-def _saved_config(config: Config) -> Config | None:
-    """The configuration of the run that is resumed, or None for a new run."""
-    directory = RunDirectory(config)
-    return load_config([directory.config_file]) if directory.resumes and directory.config_file.exists() else None

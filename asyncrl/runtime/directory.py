@@ -2,30 +2,33 @@
 
 runs/<name>/
   config.yaml          the resolved configuration
-  .lock                while a run is alive: its process (lock.py)
+  .lock                while a run is alive: its process (DirectoryLock)
   job.json             the launcher's job and the number of its start, so that `resume: auto` recognises a restart of the same job
   metrics.jsonl        one line per policy version
   rollouts/step_N.jsonl, rollouts/rank_R/step_N.jsonl
   trace.json           opens in Perfetto
-  nodes.json           the ranks of a run with several ranks (nodes.py)
-  profile/rank_N.json  under telemetry.profile, on a CPU
-  report.html, plan.txt: the report, and the text of a dry run
+  nodes.json           the ranks of a run with several ranks (meeting.py)
+  report.html
   workers/worker-N.log output of generation workers; in a folder rank_R/ per rank if there are several ranks
   checkpoints/step_N/  Hugging Face format, with the trainer's state in `state/`; `checkpoints/latest` links to the newest
 runs/<name>.<when>/    an old run that `run.overwrite` moved aside; the newest two are kept
 
-Guarantee: a file that no run of this name wrote is not overwritten, except plan.txt. `run.overwrite` removes no old run whose
-directory has such a file. If `runs/<name>` is a link, the link is kept, and an old run moves beside the link's target.
+Guarantee: a file that no run of this name wrote is not overwritten. `run.overwrite` removes no old run whose directory has such a
+file. If `runs/<name>` is a link, the link is kept, and an old run moves beside the link's target.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import re
 import shutil
+import socket
 import time
-from itertools import count
+import weakref
+from datetime import datetime
 from pathlib import Path
 
 import orjson
@@ -40,18 +43,19 @@ from asyncrl.distributed.launcher import restart_phrase, this_start
 from asyncrl.errors import ConfigError, DirectoryLost
 from asyncrl.telemetry.sinks import each_row
 
-from .lock import DirectoryLock
-
 # Old runs that `run.overwrite` keeps. With checkpoints of a real model each takes gigabytes.
 KEPT_ASIDE = 2
 # `run.overwrite` writes this file, with the new name, into an old run. A directory without this file is never removed.
 MARK = ".moved-aside"
 # The directories and files of a run.
-FOLDERS = {"rollouts", "workers", "checkpoints", "profile", "tensorboard", "wandb"}
+FOLDERS = {"rollouts", "workers", "checkpoints", "tensorboard", "wandb"}
 FILES = {
     "config.yaml", ".lock", "job.json", "metrics.jsonl", "metrics.discarded.jsonl", "trace.json", "nodes.json", "report.html",
-    "plan.txt", "sinks.json", MARK,
+    "sinks.json", MARK,
 }  # fmt: skip
+# EBADF: NFS may lock only descriptors that are open for writing, and a directory cannot be opened for writing.
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class RunDirectory:
@@ -182,9 +186,7 @@ class RunDirectory:
                 "run.overwrite would move it, too; move it yourself, or choose another run.name"
             )
         moved_before = self._moved_aside()
-        stem = f"{self.real.name}.{time.strftime('%Y%m%d-%H%M%S')}"
-        candidates = (self.real.with_name(stem if number == 1 else f"{stem}-{number}") for number in count(1))
-        target = next(path for path in candidates if not os.path.lexists(path))
+        target = self.real.with_name(f"{self.real.name}.{datetime.now():%Y%m%d-%H%M%S-%f}")
         (self.real / MARK).write_text(target.name, encoding="utf-8")
         self.real.rename(target)
         self._lock.release()
@@ -201,13 +203,9 @@ class RunDirectory:
 
     def _moved_aside(self) -> list[Path]:
         """The directories that `_move_aside` renamed, oldest first. MARK excludes a directory that a person gave such a name."""
-        pattern = re.compile(re.escape(self.real.name) + r"\.(\d{8}-\d{6})(?:-(\d+))?")
-        ages: dict[Path, tuple[str, int]] = {}
-        for path in self.real.parent.iterdir():
-            match = pattern.fullmatch(path.name)
-            if match and not path.is_symlink() and _text(path / MARK) == path.name:
-                ages[path] = match[1], int(match[2] or 1)
-        return sorted(ages, key=lambda path: ages[path])
+        pattern = re.compile(re.escape(self.real.name) + r"\.\d{8}-\d{6}-\d{6}")
+        found = (path for path in self.real.parent.iterdir() if pattern.fullmatch(path.name) and not path.is_symlink())
+        return sorted(path for path in found if _text(path / MARK) == path.name)
 
 
 def _foreign_paths(run: Path, *, files: bool) -> str:
@@ -250,3 +248,104 @@ def unusable_message(path: Path, error: OSError) -> str:
         f"the run directory {path} cannot be used: {reason} ({error.filename or path}); make room or give permission there, "
         "or choose another run.dir or run.name"
     )
+
+
+class DirectoryLock:
+    """The lock of rank 0 on a run directory. The kernel releases the lock when the process ends or dies.
+
+    The process takes two `flock` locks. The lock on the directory survives the removal of files. The lock on the file `.lock` is
+    also seen by other machines on a shared file system, and the file names the holder. A run removes the file at its end; after a
+    kill the file remains, unlocked. On a file system without locks, and after a directory is moved, removed or replaced, only
+    `find_loss` protects the runs from each other: a run calls it before each write."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.path = directory / ".lock"
+        self._descriptors: list[int] = []  # of the directory and of the file
+        self._content = b""  # of this run's .lock
+
+    def acquire(self) -> str | None:
+        """Take the lock without waiting. Returns a warning if the file `.lock` cannot be locked.
+        Errors: ConfigError that names the holder; OSError if the directory or the file cannot be made."""
+        warning: str | None = None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_descriptors)
+            # Repeated if the holder moved the directory, or removed the file, between our `open` and our `flock`.
+            while not self._names_open_files():
+                self._close_descriptors()
+                self._directory.mkdir(parents=True, exist_ok=True)
+                for path, flags in ((self._directory, os.O_DIRECTORY), (self.path, os.O_RDWR | os.O_CREAT)):
+                    self._descriptors.append(os.open(path, flags, 0o666))
+                    warning = None
+                    try:
+                        fcntl.flock(self._descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        raise ConfigError(
+                            f"{self._directory} is in use by another run: {self._holder()}; wait for its end, stop it, or "
+                            "choose another run.name"
+                        ) from None
+                    except OSError as error:
+                        if error.errno not in _UNSUPPORTED:
+                            raise
+                        # The file is locked last. Its lock is enough to refuse a second run.
+                        warning = f"{self._directory} cannot be locked ({error.strerror}): start no second run there; "
+                        warning += "the first run would end"
+            _held.add(self)
+            since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "mark": os.urandom(8).hex()}
+            self._content = orjson.dumps(holder)
+            os.ftruncate(self._descriptors[1], 0)
+            os.pwrite(self._descriptors[1], self._content, 0)
+            undo.pop_all()
+        return warning
+
+    def find_loss(self) -> str | None:
+        """None while the directory is this run's; else what happened to the directory. Works without a free descriptor, too."""
+        if not self._descriptors or (self._names_open_files() and self._is_unchanged()):
+            return None
+        current = self._directory.stat() if self._directory.exists() else None
+        if current is None or not os.path.samestat(os.fstat(self._descriptors[0]), current):
+            return "it was moved or removed"
+        # Another run would have made a new `.lock`.
+        return f"another run writes there ({self._holder()})" if self.path.exists() else None
+
+    def release(self) -> None:
+        """Remove the file and release the lock. May be called twice."""
+        if self._descriptors:
+            # `dir_fd`, because the directory may have been moved. Before the unlock, because later the file may be another run's.
+            with contextlib.suppress(OSError):
+                if self._is_unchanged():
+                    os.unlink(self.path.name, dir_fd=self._descriptors[0])
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _names_open_files(self) -> bool:
+        """Whether the paths still name the directory and the file that are open."""
+        with contextlib.suppress(OSError, ValueError):
+            pairs = zip(self._descriptors, (self._directory, self.path), strict=True)
+            return all(os.path.samestat(os.fstat(descriptor), path.stat()) for descriptor, path in pairs)
+        return False
+
+    def _is_unchanged(self) -> bool:
+        return os.pread(self._descriptors[-1], 4096, 0) == self._content
+
+    def _holder(self) -> str:
+        try:
+            holder = orjson.loads(self.path.read_bytes())
+            return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+        except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError):
+            return "a process that has only just begun"
+        except OSError as error:
+            return f"{self.path} cannot be read: {error.strerror}"
+
+
+def _close_in_child() -> None:
+    """A forked child has copies of the descriptors. With them the lock would outlive the run."""
+    for lock in list(_held):
+        lock._close_descriptors()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -9,12 +9,12 @@
      ▲                                                (pumps/gathering.py)   (pumps/intake.py)      │ trained, or dropped
      └──────────────── the lease ends: the producer's bytes are free again ◀───────────────────────┘
 
-* If the ring is full, its producers wait; no group is dropped for lack of room. Records are read at once, even if the training is
-  busy. So the time-out of an incomplete group measures the producers and not the training.
-* There is no await between the commit (or drop) of a group and the release of its records. So a checkpoint of that step never
-  finds the records in the ring, and a resumed run does not train the records twice.
+* If the ring is full, its producers wait; no group is dropped for lack of room. Records are read even if the training is busy, so
+  the time-out of an incomplete group measures the producers and not the training.
+* There is no await between the commit (or drop) of a group and the release of its records, so a resumed run does not train the
+  records twice.
 * A record that cannot be trained is refused and released (`records/check.py`). If a step or the reward function fails on a group
-  that passed this check, that group is dropped. The second failure of a kind ends the run. All errors name the group.
+  that passed this check, that group is dropped. The second failure of a kind ends the run.
 * Records that are neither trained nor refused when the run ends stay in the ring for the next run of this name. Open the ring
   before the Runtime and close it afterwards: a closed ring cannot release records, so the next run would train them again.
 """
@@ -41,7 +41,6 @@ from asyncrl.transport.rings.types import Delivery, RingSettings
 
 if TYPE_CHECKING:
     from asyncrl.pumps.pipeline import StepReport
-    from asyncrl.records.read import Record
 
     from .runtime import Runtime
 
@@ -97,7 +96,10 @@ class _Door:
         record, gathering = delivery.record, self._gathering
         gathering.on_producer(record.epoch, record.producer)
         try:
-            refuse_sections(record)
+            for section, reason in REFUSED_SECTIONS.items():
+                if section in record.arrays:
+                    name = section.name.lower()
+                    raise DataError(f"it holds {name}, which this run does not use: {reason}; leave them out")
             members = trajectories_of(record, group=gathering.group_id(record.epoch, record.group))
             # `delivery.fresh` omits members that arrived in an earlier record.
             new_members = [members[position] for position in delivery.fresh]
@@ -113,19 +115,11 @@ class _Door:
             delivery.release()
 
 
-def refuse_sections(record: Record) -> None:
-    """Errors: DataError if the record has a section that the run would ignore."""
-    for section, reason in REFUSED_SECTIONS.items():
-        if section in record.arrays:
-            raise DataError(f"it holds {section.name.lower()}, which this run does not use: {reason}; leave them out")
-
-
 def ring_name(config: Config, rank: int) -> str:
     """The name of the rank's own ring. Errors: ConfigError if `door.ring` is not set."""
-    ring = config.door.ring
-    if ring is None:
+    if config.door.ring is None:
         raise ConfigError("door.ring is not set: name the ring that producers attach to")
-    return ring if rank == 0 else f"{ring}-{rank}"
+    return config.door.ring if rank == 0 else f"{config.door.ring}-{rank}"
 
 
 def local_rings(config: Config, world: World) -> list[str]:

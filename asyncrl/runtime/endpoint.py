@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 import anyio
@@ -26,7 +27,7 @@ class LazyEndpoint:
     def __init__(self, config: Config, agents: Agents, generate: Generate) -> None:
         self._config, self._agents, self._generate = config, agents, generate
         self._endpoint: Endpoint | None = None
-        self._untrained_sessions = 0
+        self._untrained_members = count(1)
         self._listening = anyio.Event()
 
     def open(self, session: Session | None, branch: str = "") -> tuple[str, str]:
@@ -50,9 +51,8 @@ class LazyEndpoint:
 
     def _untrained_session(self) -> Session:
         # Each request gets a session with another member number, and so random numbers of its own.
-        self._untrained_sessions += 1
         no_prompt, agents = Prompt(-1, np.zeros(0, np.int32), ""), replace(self._agents, end_session=None)
-        return Session(no_prompt, self._untrained_sessions, 1, self._generate, agents)
+        return Session(no_prompt, next(self._untrained_members), 1, self._generate, agents)
 
     def _get_or_create(self) -> Endpoint:
         if self._endpoint is None:

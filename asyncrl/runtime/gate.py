@@ -1,4 +1,4 @@
-"""The gate compares one path after the other with eager transformers, until a path agrees. A path is a way to compute a model.
+"""The gate chooses the path on which a run computes its model: the first path that agrees with eager transformers.
 
     probe       a few layers of the same class with the model's own weights (models/probe.py)
     comparison  training log-probs, gradients and the cached sampler against transformers' eager model (gate_trial.py)
@@ -158,23 +158,18 @@ def check_model(
         results: list[Result] = []
         if sharded:
             paths = [path for path in paths if path.name != "plain"]
-            packed = _compare(trial, PACKED, sampler=False)
+            packed = _compare(trial, PACKED)
             if not packed.agrees:
-                return _verdict(module, trial, [packed], started, longest, [])
+                paths, results = [], [packed]
         for number, path in enumerate(paths, 1):
             show(f"checking the model: path {number} of {len(paths)} ({path.name}), {layers}")
             results.append(_compare(trial, path))
             if results[-1].agrees and not every:
                 break
-        mark_unreached(module, trial.families_without_gradient)
-    return _verdict(module, trial, results, started, longest, _untrained(module, lora))
-
-
-def _untrained(module: PreTrainedModel, lora: LoraConfig | None) -> list[str]:
-    """Sentences about weights that are not trained, or about the adapters."""
-    if lora is not None and lora.rank:
-        return describe_adapted(module, lora)
-    return describe_frozen(module, frozen_names(module))
+    mark_unreached(module, trial.families_without_gradient)
+    notes = describe_adapted(module, lora) if lora and lora.rank else describe_frozen(module, frozen_names(module))
+    seconds, rotary = time.perf_counter() - started, describe(module.config, longest)
+    return Verdict(name, _layers(trial.probe), _layers(module), tuple(results), seconds, rotary, tuple(notes))
 
 
 def _trial(module: PreTrainedModel, device: torch.device | str, *, long_rows: bool, **options: Any) -> Trial:
@@ -183,9 +178,7 @@ def _trial(module: PreTrainedModel, device: torch.device | str, *, long_rows: bo
         try:
             probe = build_probe(module, device, width=width, long_rows=long_rows)
             _require_same_parts(module, probe)
-            trial = Trial(probe, long_rows=long_rows, **options)
-            trial.eager(row_by_row=False)  # raises if the class cannot compute this width
-            return trial
+            return Trial(probe, long_rows=long_rows, **options)  # raises if the class cannot compute this width
         except Exception:
             if width == WIDTHS[-1]:
                 raise
@@ -239,27 +232,13 @@ def check_run_model(
     return verdict
 
 
-def _compare(trial: Trial, path: ModelPath, sampler: bool = True) -> Result:
+def _compare(trial: Trial, path: ModelPath) -> Result:
     try:
-        return Result(path, trial.run(path, sampler=sampler))
+        return Result(path, trial.run(path))
     except ConfigError as error:
         return Result(path, None, str(error).removeprefix("model.path: "))
     except Exception as error:  # the model's code may raise anything
         return Result(path, None, first_line(error))
-
-
-def _verdict(
-    module: PreTrainedModel, trial: Trial, results: list[Result], started: float, longest: int | None, notes: list[str]
-) -> Verdict:
-    return Verdict(
-        name=type(module).__name__,
-        layers=_layers(trial.probe),
-        total=_layers(module),
-        results=tuple(results),
-        seconds=time.perf_counter() - started,
-        rotary=describe(module.config, longest),
-        notes=tuple(notes),
-    )
 
 
 def _layers(module: PreTrainedModel) -> int:
@@ -279,12 +258,15 @@ def _one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _full_float32(device: torch.device) -> Iterator[None]:
-    """Disable TF32 in torch for the comparison. Errors: ConfigError if products are still rounded to TF32. Without this error
-    every model would be refused, because of the rounding."""
+    """Disable TF32 in torch for the comparison. Errors: ConfigError if products are still rounded to TF32: no model would agree."""
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        if (error := _product_error(device)) > _MAX_PRODUCT_ERROR:
+        matrix = torch.linspace(0.5, 1.5, 64 * 64, device=device).sin().view(64, 64)
+        exact = matrix.double() @ matrix.double()
+        # Relative to the largest entry: about 1e-7, or 5e-4 if rounded to TF32 (10 bits).
+        error = float((matrix @ matrix - exact).abs().max() / exact.abs().max())
+        if error > _MAX_PRODUCT_ERROR:
             override = os.environ.get("NVIDIA_TF32_OVERRIDE", "not set")
             raise ConfigError(
                 f"float32 products on {device} differ by {error:.0e} from float64, which is the rounding of TF32, but models "
@@ -293,13 +275,6 @@ def _full_float32(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(previous)
-
-
-def _product_error(device: torch.device) -> float:
-    """Error of a float32 product, relative to the largest entry: about 1e-7, or 5e-4 if rounded to TF32 (10 bits)."""
-    matrix = torch.linspace(0.5, 1.5, 64 * 64, device=device).sin().view(64, 64)
-    exact = matrix.double() @ matrix.double()
-    return float((matrix @ matrix - exact).abs().max() / exact.abs().max())
 
 
 @contextlib.contextmanager

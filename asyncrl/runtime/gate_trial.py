@@ -5,8 +5,8 @@
     sampler     our cache with a shared prompt, prompts longer than a prefill, rows that end at different tokens, and a new
                 version in between, against an eager forward over prompt and completion
 
-All comparisons are in float32. The eager side shares only the weights with the path, and has no cache. Each row is computed alone,
-or all rows in one padded batch, which is faster.
+All comparisons are in float32. The eager side shares only the weights with the path, and has no cache. It computes each row alone,
+because a class may mix the rows of a batch.
 
 Shape legend: S scored tokens, L tokens of a row, V vocabulary.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,7 +83,7 @@ class Distance:
 
 
 class Trial:
-    """The eager side, computed once, and its comparison with a path."""
+    """The eager side, computed by the constructor, and its comparison with a path."""
 
     def __init__(
         self,
@@ -95,16 +94,13 @@ class Trial:
         checkpointing: bool = False,
         dtype: str = "float32",
     ) -> None:
-        """`probe`, `long_rows`: as in models/probe.py. `lora`, `checkpointing`, `dtype`: the run's settings."""
+        """`probe`, `long_rows`: as in models/probe.py. `lora`, `checkpointing`, `dtype`: the run's settings. Errors: any exception
+        of the model's class."""
         self.probe = probe
         self._untouched = copy.deepcopy(probe)  # some models keep state of a forward
         self._lora = lora
         self._checkpointing = checkpointing
         self._dtype = dtype
-        self._eager: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
-        self._accepts_batches = True
-        # Families of parameters to which text gives no gradient (models/parameters/frozen.py); known after `eager`.
-        self.families_without_gradient = frozenset[str]()
         self._random = np.random.default_rng(0)
         self._long_rows = long_rows
         text = probe.config.get_text_config()
@@ -114,59 +110,40 @@ class Trial:
         # Tokens repeat, so a layer that chooses keys has to choose among equal keys.
         self._test_row = self._tokens(6)[self._random.integers(0, 6, self._longest)]
         with torch.no_grad():
-            self._test_logits_LV = self._logits([self._test_row])[0]
+            self._test_logits_LV = self._logits(self._test_row)
         # Softens the distribution. At temperature 1 rounding and the choice of a token could hide every other difference.
         self.temperature = max(1.0, round(float(self._test_logits_LV.std(-1).mean()) / 2, 1))
         self.rows = self._make_rows()
         self.batch: Microbatch = pack_groups(self.rows, 1 << 20)[0]
         self._weight_S = torch.from_numpy(self._random.standard_normal(self.batch.scored)).float()
+        # Log-probs [S] in the batch's order; parameter name -> gradient of `sum(weight_S * logp_S)`.
+        self.logp_S, self._gradients = self._compute_eager()
 
-    def eager(self, row_by_row: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """(log-probs [S] in the batch's order; parameter name -> gradient of `sum(weight_S * logp_S)`). `row_by_row`: one forward
-        for each row. A class whose forward fails on a batch always gets its rows alone."""
-        row_by_row = row_by_row or not self._accepts_batches
-        if row_by_row not in self._eager:
-            try:
-                self._eager[row_by_row] = self._compute_eager(row_by_row)
-            except Exception:  # whatever the class raises
-                if row_by_row:
-                    raise
-                self._accepts_batches = False
-                return self.eager(True)
-        return self._eager[row_by_row]
-
-    def _compute_eager(self, row_by_row: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        probe, device = self.probe, self.probe.device
+    def _compute_eager(self) -> tuple[Tensor, dict[str, Tensor]]:
+        probe, batch = self.probe, self.batch
         probe.requires_grad_(True)
-        probe.zero_grad()
-        logp_S = torch.zeros(self.batch.scored)
-        by_row = {(t.group_id, t.member): t for group, _ in self.rows for t in group.trajectories}
-        places = [np.flatnonzero(self.batch.sequence == sequence) for sequence in range(self.batch.sequences)]
-        rows = [by_row[key] for key in zip(self.batch.group_ids.tolist(), self.batch.members.tolist(), strict=True)]
-        batches = [[number] for number in range(len(rows))] if row_by_row else [list(range(len(rows)))]
-        for numbers in batches:
-            logits = self._logits([rows[number].tokens for number in numbers])
-            loss = torch.zeros((), device=device)
-            for number, logits_LV in zip(numbers, logits, strict=True):
-                place = torch.from_numpy(places[number])
-                logp = self._logprobs(rows[number].tokens, rows[number].prompt_length, logits_LV)
-                loss = loss + (logp * self._weight_S[place].to(device)).sum()
-                logp_S[place] = logp.detach().cpu()
-            loss.backward()
-        self.families_without_gradient = unreached_families({name: p.grad for name, p in probe.named_parameters()})
+        logp_S = torch.zeros(batch.scored)
+        by_key = {(t.group_id, t.member): t for group, _ in self.rows for t in group.trajectories}
+        for number, key in enumerate(zip(batch.group_ids.tolist(), batch.members.tolist(), strict=True)):
+            row, place = by_key[key], torch.from_numpy(np.flatnonzero(batch.sequence == number))
+            logp = self._logprobs(row.tokens, row.prompt_length, self._logits(row.tokens))
+            (logp * self._weight_S[place].to(probe.device)).sum().backward()
+            logp_S[place] = logp.detach().cpu()
+        found = {name: parameter.grad for name, parameter in probe.named_parameters()}
+        # Families of parameters to which text gives no gradient (models/parameters/frozen.py).
+        self.families_without_gradient = unreached_families(found)
         gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in probe.named_parameters()}
         probe.requires_grad_(False)
         return logp_S, gradients
 
-    def _logits(self, rows: Sequence[Int32Array | Int64Array]) -> list[Tensor]:
-        """Rows of [L] tokens, as one batch -> [L, V] each. Rows are padded to the longest one, which changes nothing in a causal
-        model (`check_causal`). If rows outgrow their original context they are padded to `_longest`, because the class chooses its
-        rotary frequencies by the length."""
-        length = self._longest if self._long_rows else max(row.size for row in rows)
-        tokens_BL = np.stack([np.pad(row.astype(np.int64), (0, length - row.size), mode="edge") for row in rows])
-        inputs = torch.from_numpy(tokens_BL).to(self.probe.device)
+    def _logits(self, tokens: Int32Array | Int64Array) -> Tensor:
+        """[L] tokens -> [L, V]. If rows outgrow their original context the row is padded to `_longest`, because the class chooses
+        its rotary frequencies by the length. The padding changes nothing in a causal model (`check_causal`)."""
+        length = self._longest if self._long_rows else tokens.size
+        padded = np.pad(tokens.astype(np.int64), (0, length - tokens.size), mode="edge")
+        inputs = torch.from_numpy(padded)[None].to(self.probe.device)
         logits_BLV: Tensor = self.probe(input_ids=inputs, use_cache=False, return_dict=True).logits.float()
-        return [logits_LV[: row.size] for row, logits_LV in zip(rows, logits_BLV, strict=True)]
+        return logits_BLV[0, : tokens.size]
 
     def _logprobs(self, tokens: Int32Array | Int64Array, prompt: int, logits_LV: Tensor) -> Tensor:
         """[L] tokens and their logits [L, V] -> log-probs [L - prompt]."""
@@ -180,7 +157,7 @@ class Trial:
         tokens, length = self._test_row, self._test_row.size
         whole = self._logprobs(tokens, 1, self._test_logits_LV)
         for part in (length // 4, length - 3):
-            logits_LV = self._logits([tokens[:part]])[0]
+            logits_LV = self._logits(tokens[:part])
             distance = _largest(self._logprobs(tokens[:part], 1, logits_LV) - whole[: part - 1])
             if not distance <= NATS:
                 raise ConfigError(
@@ -192,28 +169,25 @@ class Trial:
         """Whether the rotary frequencies can be the same for rows of every length."""
         return not self._long_rows or hold_frequencies(copy.deepcopy(self._untouched), self._longest)
 
-    def run(self, path: ModelPath, *, sampler: bool = True) -> Distance:
+    def run(self, path: ModelPath) -> Distance:
         """How far the path is from the eager model. Errors: ConfigError if the path refuses the model; any error of the model."""
-        distance = self._run(path, "float32", sampler)
+        distance = self._run(path, "float32")
         if path.name == "plain" and self._dtype != "float32" and distance.agrees:
             # Some classes fail in another dtype. Without this trial they would fail in the middle of a run.
             try:
-                self._run(path, self._dtype, sampler)
+                self._run(path, self._dtype)
             except Exception as error:
                 raise ConfigError(f"fails in {self._dtype} ({first_line(error)}); model.dtype=float32 works") from error
         return distance
 
-    def _run(self, path: ModelPath, dtype: str, sampler: bool) -> Distance:
+    def _run(self, path: ModelPath, dtype: str) -> Distance:
         module = copy.deepcopy(self._untouched)
         hold_frequencies(module, self._longest)
         policy = PolicyModel(module, dtype, path=path, lora=self._lora)
         logp_S = self._train(policy)
-        sampled = self._sample(policy) if sampler else []
-        # The eager model needs half the time for a batch, but a class may mix the rows of a batch. So a path is
-        # refused only by a comparison with rows alone. The plain path would mix rows as well, so it always gets this comparison.
-        if path.name != "plain" and (distance := self._distance(policy, logp_S, sampled, row_by_row=False)).agrees:
-            return distance
-        return self._distance(policy, logp_S, sampled, row_by_row=True)
+        sampler = self._sampler_distance(self._sample(policy))
+        gradients, parameter = self._gradient_distance(policy)
+        return Distance(_largest(logp_S - self.logp_S), gradients, sampler, parameter)
 
     def _train(self, policy: PolicyModel) -> Tensor:
         """The path's log-probs [S]; its gradients are in `policy.flat`."""
@@ -253,21 +227,13 @@ class Trial:
                 policy.version += 1
         return ended
 
-    def _distance(
-        self,
-        policy: PolicyModel,
-        logp_S: Tensor,
-        sampled: list[tuple[GenerationRequest, Int64Array, Tensor]],
-        *,
-        row_by_row: bool,
-    ) -> Distance:
-        """Distance from the eager model. `logp_S`, `sampled`: results of `_train` and `_sample`."""
-        expected_S, gradients = self.eager(row_by_row)
+    def _gradient_distance(self, policy: PolicyModel) -> tuple[float, str]:
+        """(the largest relative error of a gradient after `_train`, the name of its parameter)."""
         computed = dict(policy.flat.named_grads())
         if policy.lora is None:
-            pairs = {name: (computed[name], gradients[name]) for name in computed}
+            pairs = {name: (computed[name], self._gradients[name]) for name in computed}
         else:
-            pairs = _adapter_pairs(policy, computed, gradients)
+            pairs = _adapter_pairs(policy, computed, self._gradients)
         largest = max(float(expected.norm()) for _, expected in pairs.values())
         errors = {
             name: float((gradient - expected).norm()) / max(float(expected.norm()), 1e-3 * largest, 1e-30)
@@ -275,19 +241,13 @@ class Trial:
         }
         # An error that is NaN counts as the worst.
         worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
-        sampler = self._sampler_distance(sampled, row_by_row) if sampled else 0.0
-        return Distance(_largest(logp_S - expected_S), errors[worst], sampler, worst)
+        return errors[worst], worst
 
     @torch.no_grad()
-    def _sampler_distance(self, sampled: list[tuple[GenerationRequest, Int64Array, Tensor]], row_by_row: bool) -> float:
-        rows = [row for _, row, _ in sampled]
-        row_by_row = row_by_row or not self._accepts_batches
-        logits = [self._logits([row])[0] for row in rows] if row_by_row else self._logits(rows)
-        worst = 0.0
-        for (request, row, logprobs), logits_LV in zip(sampled, logits, strict=True):
-            expected = self._logprobs(row, int(request.prompt_ids.size), logits_LV)
-            worst = _larger(worst, _largest(logprobs - expected.cpu()))
-        return worst
+    def _sampler_distance(self, sampled: list[tuple[GenerationRequest, Int64Array, Tensor]]) -> float:
+        """`sampled`: result of `_sample`."""
+        expected = [self._logprobs(row, int(each.prompt_ids.size), self._logits(row)).cpu() for each, row, _ in sampled]
+        return _largest(torch.cat([logprobs for *_, logprobs in sampled]) - torch.cat(expected))
 
     def _make_rows(self) -> list[tuple[Group, list[float]]]:
         groups = []
@@ -352,9 +312,5 @@ def _adapter_pairs(
 
 
 def _largest(difference: Tensor) -> float:
+    """The largest absolute value; NaN if one of the values is NaN."""
     return float(difference.abs().max())
-
-
-def _larger(a: float, b: float) -> float:
-    """The larger number; NaN counts as larger than any number."""
-    return b if math.isnan(b) or b > a else a

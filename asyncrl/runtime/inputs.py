@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import numpy as np
 
+from asyncrl.algorithms.advantages import GroupRewards
+from asyncrl.algorithms.base import Loss, LossInputs
+from asyncrl.algorithms.registry import build_advantage, build_loss, loss_named
 from asyncrl.builds import install_command
 from asyncrl.checkpoint.store import require_intact_model
 from asyncrl.config.hub import require_hub
-from asyncrl.config.imports import check_address, installed
+from asyncrl.config.imports import check_address, installed, raised, user_code
+from asyncrl.config.methods import flat_values
 from asyncrl.config.resolve import resolve, row_limit
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.data.prompts import PromptSource
@@ -48,7 +52,6 @@ from asyncrl.pumps.screen import OVERLONG
 from asyncrl.rewards.pool import RewardPool, configured_rewards
 from asyncrl.types import GenerationRequest, Prompt
 
-from . import method_trial
 from .directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -56,9 +59,13 @@ if TYPE_CHECKING:
 
 _COLUMN_ROWS = 20  # more than 1: rows of a JSONL file may differ
 _CHECKED_ROWS = 20_000  # takes a fraction of a second
-# Source of prompts -> its rows; source -> names of the columns. The run uses these rows, so that no source is read twice.
-_rows: dict[str, PromptRows] = {}
-_columns: dict[str, list[str]] = {}
+# The batch on which the user's own loss is tried: scored tokens of each sequence.
+_LENGTHS = (3, 0, 2, 4, 1)
+# Splits of that batch into microbatches of sequence numbers.
+_UNSPLIT = ((0, 1, 2, 3, 4),)
+_SPLITS = (((4,), (3,), (2,), (1,), (0,)), ((3, 1), (), (0, 4, 2)))
+# Source of prompts -> its rows and the names of their columns. The run uses these rows, so that no source is read twice.
+_sources_read: dict[str, tuple[PromptRows, list[str]]] = {}
 
 
 def check_start(config: Config, code: bool) -> None:
@@ -73,7 +80,7 @@ def check_start(config: Config, code: bool) -> None:
     # Only on rank 0: while other ranks check, rank 0 may already be moving an old run aside.
     if os.environ.get("RANK", "0") == "0":
         RunDirectory(resolved).refuse_foreign()
-    forget_rows()
+    _sources_read.clear()
     _check_names(resolved)
     if code:
         check_code(resolved)
@@ -95,17 +102,15 @@ def require_free_lanes(config: Config, roles: Roles) -> None:
         )
 
 
-def check_inputs(
-    config: Config, prompts: bool = False, rewards: bool = False, environment: bool = False, hooks: bool = False
-) -> None:
-    """Check the files, functions and packages that the configuration names. `prompts`, `rewards`, `environment`, `hooks`: whether
-    the program passes such an object instead. Errors: ConfigError or DataError; several problems are lines of one ConfigError."""
-    forget_rows()
-    _check_names(config, prompts, rewards, environment, hooks)
-    check_code(config, prompts, environment)
+def check_inputs(config: Config, passed: Collection[str] = ()) -> None:
+    """Check the files, functions and packages that the configuration names. `passed`: which of "prompts", "rewards", "environment"
+    and "hooks" the program passes instead. Errors: ConfigError or DataError; several problems are lines of one ConfigError."""
+    _sources_read.clear()
+    _check_names(config, passed)
+    check_code(config, passed)
 
 
-def check_code(config: Config, prompts: bool = False, environment: bool = False) -> None:
+def check_code(config: Config, passed: Collection[str] = ()) -> None:
     """The part of `check_inputs` that may import torch or never end: the user's code in this process, and the hub."""
     with Checks() as check:
         if config.train.kind == "torch" and is_builder(config.model):
@@ -113,19 +118,101 @@ def check_code(config: Config, prompts: bool = False, environment: bool = False)
         for reward_model in config.reward.model:
             if is_import_path(reward_model.path):
                 check(load_builder, reward_model.path, "reward.model")
-        for setting, source in _sources(config, prompts, "code", "hub"):
-            check(_read_rows, config, source, environment, setting=setting)
+        for setting, source in _sources(config, passed, "code", "hub"):
+            check(_read_rows, config, source, "environment" in passed, setting=setting)
         if ":" in config.algorithm.advantage:
-            check(method_trial.try_advantage, config)
+            check(try_advantage, config)
         if ":" in config.algorithm.loss and config.train.kind == "torch":
-            check(method_trial.try_loss, config)
+            check(try_loss, config)
+
+
+def try_loss(config: Config) -> None:
+    """Check that sum and gradient of the loss are finite, and the same for every split of a batch into microbatches.
+    Errors: ConfigError."""
+    name, values = config.algorithm.loss, flat_values(config.algorithm)
+    own = {setting.flat for setting in loss_named(name).settings()}
+    loss = build_loss(name, **{flat: value for flat, value in values.items() if flat in own})
+    subject = f"algorithm.loss is {name!r}, which was tried on a small batch"
+    for with_old in (False, True):
+        with user_code(lambda error: ConfigError(f"{subject}: {raised(error)}")):
+            expected, *results = (_value_and_gradient(loss, split, with_old) for split in (_UNSPLIT, *_SPLITS))
+        if not np.isfinite(expected).all():
+            count = int((~np.isfinite(expected[1:])).sum())
+            raise ConfigError(
+                f"{subject}: its sum is {expected[0]:g}, and {count} numbers of its gradient are not finite; a sampler log-prob "
+                "may be NaN; where the policy trains on its own data the ratio is 1, and its logarithm 0 (do not divide by it)"
+            )
+        for result in results:
+            # The tolerance allows a loss that computes in float32.
+            same = np.isclose(result, expected, rtol=1e-5, atol=1e-6)
+            if not same.all():
+                quantity = "gradient" if same[0] else "sum"
+                raise ConfigError(
+                    f"{subject}: the {quantity} of the batch changes if the batch is cut into microbatches (sums {result[0]:g}, "
+                    f"{expected[0]:g}); return a loss per token that depends on no other sequence: the trainer divides once, by "
+                    "`normaliser`"
+                )
+
+
+def _value_and_gradient(loss: Loss, split: tuple[tuple[int, ...], ...], with_old: bool) -> Any:
+    """[1 + 2 S] the sum over the microbatches, then its gradients with respect to log-probs and entropies. S: scored tokens."""
+    import torch
+
+    noise = torch.randn(5, sum(_LENGTHS), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logp_S, entropy_S = -noise[0].abs(), noise[1].abs()
+    sampler_S, old_S, reference_S = logp_S + 0.3 * noise[2:]
+    sampler_S[4] = float("nan")  # some samplers give no log-prob
+    advantage_S = torch.tensor([1.3, 0.0, -0.4, 0.9, -0.7]).double().repeat_interleave(torch.tensor(_LENGTHS))
+    leaves = logp_S.requires_grad_(), entropy_S.requires_grad_()
+    tokens = torch.arange(len(logp_S)).split(_LENGTHS)  # of each sequence, along S
+    value = torch.zeros((), dtype=torch.float64)
+    for rows in split:
+        index = torch.cat([tokens[row] for row in rows]) if rows else torch.zeros(0, dtype=torch.int64)
+        inputs = LossInputs(
+            logp_S=logp_S[index],
+            entropy_S=entropy_S[index] if loss.needs_entropy_grad else entropy_S[index].detach(),
+            sampler_logp_S=sampler_S[index],
+            advantage_S=advantage_S[index],
+            sequence_S=torch.arange(len(rows)).repeat_interleave(torch.tensor([_LENGTHS[row] for row in rows]).long()),
+            sequences=len(rows),
+            old_logp_S=old_S[index] if with_old else None,
+            reference_logp_S=reference_S[index] if loss.needs_reference else None,
+        )
+        total = loss(inputs).total
+        total.backward()
+        value += total.detach()
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    return torch.cat([value[None], *gradients]).numpy()
+
+
+def try_advantage(config: Config) -> None:
+    """Check that each member gets a finite advantage, and a member without a reward 0. Errors: ConfigError."""
+    name, size = config.algorithm.advantage, config.rollout.group_size
+    estimator = build_advantage(name, **flat_values(config.algorithm))
+    rewards = [1.0, 0.0, None, 0.5] * size
+    # The `defaultdict`s have every component that an advantage may read.
+    groups = [
+        GroupRewards(values, defaultdict(values.copy), defaultdict(lambda: 1.0), [3] * size)
+        for values in (rewards[:size], [0.5] * size, [None] * size)
+    ]
+    subject = f"algorithm.advantage is {name!r}"
+    with user_code(lambda error: ConfigError(f"{subject}, which was tried on a few rewards: {raised(error)}")):
+        results = [*zip(groups, estimator.of_step(groups), strict=True)]
+    for group, values_G in results:
+        unscored = np.array([reward is None for reward in group.rewards])
+        fits = isinstance(values_G, np.ndarray) and values_G.shape == (size,) and values_G.dtype.kind in "fiub"
+        if not (fits and np.isfinite(values_G).all()) or values_G[unscored].any():
+            raise ConfigError(
+                f"{subject}, which makes {values_G!r} of the rewards {group.rewards}; expected a numpy array of a finite number "
+                "for each member, 0 where the reward is None (asyncrl.as_rewards makes NaN of None)"
+            )
 
 
 def check_prompts(config: Config) -> None:
     """Check only the model's directory and the rows of `data.train`. Errors: as `check_inputs`."""
     if config.data.train is None:
         raise ConfigError("data.train is not set: there are no prompts to show")
-    forget_rows()
+    _sources_read.clear()
     with Checks() as check:
         check(check_model_source, config.model)
         check(_read_rows, config, config.data.train, setting="data.train")
@@ -195,7 +282,7 @@ def known_columns(config: Config) -> list[list[str]]:
     """The columns of the first rows of each source of prompts that `check_inputs` has read, as reward functions get them. Empty
     if the configuration has hooks, which may change the columns."""
     sources = (config.data.train, config.data.eval) if config.hooks is None else ()
-    return [_columns[source] for source in sources if source in _columns]
+    return [_sources_read[source][1] for source in sources if source in _sources_read]
 
 
 def import_code(config: Config, environment: Any = None, hooks: Hooks | None = None) -> Hooks:
@@ -207,7 +294,7 @@ def import_code(config: Config, environment: Any = None, hooks: Hooks | None = N
 
 def rows_of(source: str) -> PromptRows:
     """As `load_rows`, but rows that `check_inputs` has read are not read again."""
-    return _rows[source] if source in _rows else load_rows(source)
+    return _sources_read[source][0] if source in _sources_read else load_rows(source)
 
 
 def row_count(config: Config, passed: PromptRows | None = None) -> int | None:
@@ -216,15 +303,7 @@ def row_count(config: Config, passed: PromptRows | None = None) -> int | None:
     return None if rows is None else len(rows)
 
 
-def forget_rows() -> None:
-    """Free the rows that `check_inputs` has read."""
-    _rows.clear()
-    _columns.clear()
-
-
-def _check_names(
-    config: Config, prompts: bool = False, rewards: bool = False, environment: bool = False, hooks: bool = False
-) -> None:
+def _check_names(config: Config, passed: Collection[str] = ()) -> None:
     """Check files, addresses of code, and packages, without running user code."""
     with Checks() as check:
         if config.train.kind == "torch":
@@ -234,18 +313,18 @@ def _check_names(
                 check(check_address, path, setting="reward.model")
             else:
                 check(lambda path: _check_model(directory_or_hub(path, "reward.model"), "reward.model"), path)
-        for setting, source in _sources(config, prompts, "file"):
-            check(_read_rows, config, source, environment, setting=setting)
-        for setting, source in _sources(config, prompts, "code"):
+        for setting, source in _sources(config, passed, "file"):
+            check(_read_rows, config, source, "environment" in passed, setting=setting)
+        for setting, source in _sources(config, passed, "code"):
             check(check_address, source, setting=setting)
-        for setting, source in _sources(config, prompts, "hub"):
+        for setting, source in _sources(config, passed, "hub"):
             check(require_data_hub, source, setting=setting)
-        for function in () if rewards else config.reward.functions:
+        for function in () if "rewards" in passed else config.reward.functions:
             check(check_address, function.function, setting="reward.functions")
         check(configured_rewards, config.reward)
-        if not environment and config.rollout.environment != "single_turn":
+        if "environment" not in passed and config.rollout.environment != "single_turn":
             check(check_address, config.rollout.environment, setting="rollout.environment")
-        if not hooks and config.hooks is not None:
+        if "hooks" not in passed and config.hooks is not None:
             check(check_address, config.hooks, setting="hooks")
         for setting, package, extra in _packages(config):
             check(_check_package, setting, package, extra)
@@ -265,10 +344,11 @@ def check_model_source(model: ModelConfig) -> None:
             check(lambda: _check_model(tokenizer_source(model), "model.tokenizer"))
 
 
-def _sources(config: Config, prompts: bool, *kinds: str) -> list[tuple[str, str]]:
+def _sources(config: Config, passed: Collection[str], *kinds: str) -> list[tuple[str, str]]:
     """(setting, value) of the sources of prompts that the run reads and that are of these `kinds` (`kind_of`)."""
     data = config.data
-    used = {"data.train": None if prompts else data.train, "data.eval": data.eval if config.evaluate.every else None}
+    train = None if "prompts" in passed else data.train
+    used = {"data.train": train, "data.eval": data.eval if config.evaluate.every else None}
     return [(setting, source) for setting, source in used.items() if source is not None and kind_of(source) in kinds]
 
 
@@ -289,8 +369,7 @@ def _read_rows(config: Config, source: str, own_environment: bool = False) -> No
     # The constructor checks that there are rows, and that the first row has a prompt.
     prompts = PromptSource(rows, None, config.data, for_agents=_has_agents(config, own_environment))
     prompts.check_first_rows(_CHECKED_ROWS if is_cheap else 1)
-    _rows[source] = rows
-    _columns[source] = columns_of(rows, config)
+    _sources_read[source] = rows, columns_of(rows, config)
 
 
 def columns_of(rows: PromptRows, config: Config) -> list[str]:
@@ -320,8 +399,7 @@ def _check_package(setting: str, package: str, extra: str) -> None:
         raise ConfigError(f"{setting}, and the package {package} is not installed: `{install_command(extra)}`")
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLengths:
+class PromptLengths(NamedTuple):
     """The number of tokens of the longest prompt. `how`: a phrase that says how the number was found."""
 
     longest: int
@@ -402,11 +480,28 @@ def load_prompts(
     elif rows is None and config.train.kind == "dry_run" and config.door.ring is None:
         rows = load_rows([{"prompt": f"dry-run prompt number {number}"} for number in range(256)])
     # If roles differ, rank 0 has the only cursor, and the ranks that generate make the prompts that rank 0 names.
-    needed = world.generates or world.is_first
+    one_cursor, needed = world.roles.differ, world.generates or world.is_first
     agents = _has_agents(config, own_environment)
-    prompts = None if rows is None or not needed else _training_prompts(rows, config, tokenizer, world, agents)
+    prompts: PromptSource | None = None
     held_out: list[Prompt] = []
-    notes = [] if prompts is None else prompts.notes()
+    notes: list[str] = []
+    if rows is not None and needed:
+        prompts = PromptSource(
+            rows,
+            tokenizer,
+            config.data,
+            seed=config.seed,
+            rank=0 if one_cursor else world.rank,
+            world_size=1 if one_cursor else world.world_size,
+            max_epochs=config.train.max_epochs,
+            for_agents=agents,
+        )
+        if config.data.overlong == "refuse":
+            prompts.check_all()
+        else:
+            # `PromptSource.notes` counts the prompts that this call has measured.
+            prompts.longest()
+        notes = prompts.notes()
     if config.data.eval is not None and config.evaluate.every is not None:
         data = config.data.model_copy(update={"shuffle": False})
         source = PromptSource(
@@ -414,25 +509,5 @@ def load_prompts(
         )
         held_out = list(iter(source.next, None))
         notes += source.notes()
-    forget_rows()
+    _sources_read.clear()
     return prompts, held_out, list(dict.fromkeys(notes))
-
-
-def _training_prompts(rows: PromptRows, config: Config, tokenizer: Any, world: World, agents: bool) -> PromptSource:
-    one_cursor = world.roles.differ
-    prompts = PromptSource(
-        rows,
-        tokenizer,
-        config.data,
-        seed=config.seed,
-        rank=0 if one_cursor else world.rank,
-        world_size=1 if one_cursor else world.world_size,
-        max_epochs=config.train.max_epochs,
-        for_agents=agents,
-    )
-    if config.data.overlong == "refuse":
-        prompts.check_all()
-    else:
-        # `PromptSource.notes` counts the prompts that this call has measured.
-        prompts.longest()
-    return prompts

@@ -16,7 +16,6 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,11 @@ class Journal:
         *,
         last: int | None = None,
         lines: bool = False,
-        rollouts: tuple[Path, int] | None = None,
+        rollouts: Path | None = None,
+        rank: int = 0,
     ) -> None:
         """`directory`: None for a program without a run directory and for ranks other than the first: only `rollouts` are written.
-        `lines`: show lines at the terminal, also without a directory. `rollouts`: on a training rank above 0: the run directory,
-        into which this rank writes its rollouts, and the number of the rank.
+        `lines`: show lines at the terminal, also without a directory. `rollouts`: the run directory, on a rank that trains.
         `since`: the last version whose line stays; later lines, of an earlier process of the run, are removed. None: a new run.
         `base`: see `Ports`. `last`: the last version of the run, if known."""
         self._config, self._base = config, base
@@ -72,11 +71,11 @@ class Journal:
         self._recorder = recorder
         # Notes of the start on why completions may not end. Later warnings name these reasons.
         self.missing_end_notes: list[str] = []
-        # Metrics `text/*` that a note has named. Each metric counts a part of completions that rewards do not see.
+        # Metrics `text/*` that a warning has named. Each counts completions of which the rewards do not see a part.
         self._warned: set[str] = set()
-        # Free bytes that rollouts must leave on the disk for the next checkpoint.
+        # Bytes of the next checkpoint. With fewer free bytes on the disk no rollouts are written.
         self.reserve = 0
-        self._budget = RunBudget()
+        self.budget = RunBudget()
         self._signal = SignalWatch(
             config.algorithm.advantage, config.rollout.group_size, completions_should_end=not config.rollout.ignore_eos
         )
@@ -90,20 +89,17 @@ class Journal:
         self._newest = since  # the version of the last line
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None
-        self._rollouts_of_rank = rollouts
+        self._rollouts_in, self._rank = rollouts, rank
         self._failures, self._last_failure = 0, ""
 
     async def open(self, decode: Decode) -> None:
         """Open the sinks. `decode`: from token ids to text, for the prompts in the rollouts.
         Errors: ConfigError (a sink that is not installed or refuses to start, a directory that cannot be written)."""
         config, directory = self._config, self._directory
-        if self._rollouts_of_rank is not None:
-            path, rank = self._rollouts_of_rank
-            with self._skip_on_error(str(path / "rollouts")):
-                limit = config.telemetry.rollouts_per_step
-                self._rollouts = await offload(
-                    partial(RolloutWriter, path, limit, decode=decode, rank=rank), "rollouts"
-                )
+        if self._rollouts_in is not None:
+            arguments = self._rollouts_in, config.telemetry.rollouts_per_step, self._newest, decode, self._rank
+            with self._skip_on_error(str(self._rollouts_in / "rollouts")):
+                self._rollouts = await offload(lambda: RolloutWriter(*arguments), "rollouts")
         if directory is not None:
 
             def open_files() -> None:
@@ -114,7 +110,6 @@ class Journal:
                     config=config.model_dump(),
                     resume_step=self._newest,
                 )
-                self._rollouts = RolloutWriter(directory.path, config.telemetry.rollouts_per_step, self._newest, decode)
 
             try:
                 await offload(open_files, "sinks")
@@ -164,12 +159,12 @@ class Journal:
             **self._recorder.drain(COUNTED),
             # Replaces metrics of the recorder: the mean reward in `report` is over trained groups, not over recently scored groups.
             **report.metrics,
-            **self._budget.step(window),
+            **self.budget.step(window),
             "time/accounted": window.end - window.start,
             **extra,
         }
         metrics.update(self._signal.step(metrics))
-        metrics["perf/peak_memory_gib"] = peak_memory_gib()
+        metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # from KiB
         self._pending[report.version] = (report, metrics)
         return StepReport(report.version, report.result, metrics, report.groups, report.advantages)
 
@@ -275,13 +270,3 @@ class Journal:
 
         with anyio.CancelScope(shield=True):
             await offload(write, "report")
-
-    def shares(self) -> dict[str, float]:
-        """Shares of time of the run so far: `busy/*` and `idle/*`."""
-        return self._budget.metrics()
-
-
-def peak_memory_gib() -> float:
-    """Peak resident memory of this process in GiB (ru_maxrss is in KiB on Linux, bytes on macOS)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 30 if sys.platform == "darwin" else 1 << 20)

@@ -33,9 +33,8 @@ from asyncrl.models.reward_model import predict_sizes
 from asyncrl.models.routing import EXPERTS
 from asyncrl.training.sharded import blocks_of
 
-from .cards import GIB, Cards
 from .inputs import PromptLengths
-from .placement import Placement, place
+from .placement import GIB, Cards, Placement, place
 
 # Bytes of a parameter that `replicate` keeps on each rank with bfloat16: master, gradient, two moments, working copy.
 _STATE = 18
@@ -82,25 +81,21 @@ def predicted(
 ) -> dict[str, int]:
     """Purpose -> bytes that one rank needs on its device, computed from the model's configuration: nothing is allocated. `ranks`:
     number of ranks that train. `prompts`: result of `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path;
-    None: guessed. `placement`: of the engine; None: on the trainer's device. `cut`: of a sharded model; None: over all ranks.
+    None: guessed. `placement`: None: trainer and engine share a CPU. `cut`: of a sharded model; None: over all ranks.
     Errors: ConfigError if the model's configuration cannot be read. The purposes are:
     weights, gradients, optimizer: of the trained parameters, in float32 or wider. With adapters also the frozen weights.
     copies: in the matmul dtype: the working copy, merged weights of adapters, the reference, both halves of the weight board, and
     what FSDP gathers. On a rank that only generates: the board, adapters, and frozen weights that they are merged with.
     microbatch: activations, logits, and the larger of the head's and one layer's backward.
     cache: keys and values. workers: processes on this device. reward_models: weights and one batch. libraries: a constant."""
-    device = config.model.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    placement = placement or Placement((), 1, 1, "", torch.device(device))
+    placement = placement or Placement((), 1, 1, "")
     described = describe_module(config.model)
     text, itemsize = described.config.get_text_config(), DTYPES[config.model.dtype].itemsize
     parts = _weight_parts(config, described, ranks, placement, cut or Cut(ranks))
+    longest = _longest(config, prompts)
     if placement.trains:
         path = path or _guess_path(described)
-        parts["microbatch"] = _microbatch_bytes(
-            config, described, path, _longest(config, prompts), placement.trainer.type
-        )
+        parts["microbatch"] = _microbatch_bytes(config, described, path, longest, placement.trainer.type)
     if placement.generates:
         parts["cache"] = _attention_layers(text) * _position_width(text) * itemsize * kv_positions(config, prompts)
     if placement.workers:
@@ -155,17 +150,14 @@ def _weight_parts(
 
 
 def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPath, prompt: int, device: str) -> int:
-    text, itemsize, ranks = (
-        described.config.get_text_config(),
-        DTYPES[config.model.dtype].itemsize,
-        config.distributed.context,
-    )
+    text, itemsize = described.config.get_text_config(), DTYPES[config.model.dtype].itemsize
+    ranks = config.distributed.context
     if config.distributed.sharding == "fsdp" and path == FUSED:
         path = PACKED  # a sharded model trains through its own modules
     completion = config.rollout.max_tokens
     context = prompt + completion
     layers, hidden, vocabulary = int(text.num_hidden_layers), int(text.hidden_size) * itemsize, int(text.vocab_size)
-    heads, wide = int(getattr(text, "num_attention_heads", None) or 1), max(itemsize, 4)
+    heads, wide = _heads(text), max(itemsize, 4)
     tokens = -(-config.train.tokens_per_microbatch // ranks)
     # Tokens of all rows; bytes that attention keeps for a score; bytes of a token's queries, keys and values that attention keeps.
     row_tokens, score, operands = float(tokens), 0, 0
@@ -218,22 +210,23 @@ def _widths(described: PreTrainedModel, path: ModelPath, widening: int) -> tuple
         if matrix is not None and matrix.ndim == 2:
             widths["scan"] += matrix.numel() * widening
     kept, meanwhile = (sum(_FACTORS[kind][part] * width for kind, width in widths.items()) for part in (0, 1))
-    return kept + _kept_beside_outputs(described, path), meanwhile
-
-
-def _kept_beside_outputs(described: PreTrainedModel, path: ModelPath) -> float:
-    """Elements per token that are kept for backward beside the outputs of linear modules: queries and keys before their norms.
-    Fused layers also keep the output of attention, and both branches of a layer with norms behind them. The layer's inputs are
-    kept, and are as wide as two outputs that are not kept (models/fused/decoder.py)."""
-    text = described.config.get_text_config()
     leaves = Counter(name.rpartition(".")[2] for name, _ in described.named_modules())
-    heads = int(getattr(text, "num_attention_heads", None) or 1)
-    size = int(getattr(text, "head_dim", None) or int(text.hidden_size) // heads)
-    queries, keys = heads * size, int(getattr(text, "num_key_value_heads", None) or heads) * size
-    kept = leaves["q_norm"] * queries + leaves["k_norm"] * keys
+    queries, keys = (count * _head_widths(text)[0] for count in (_heads(text), _key_heads(text)))
+    # Queries and keys before their norms are kept, too.
+    kept += leaves["q_norm"] * queries + leaves["k_norm"] * keys
     if path == FUSED:
+        # Fused layers also keep the output of attention, and both branches of a layer with norms behind them. The layer's inputs
+        # are kept, and are as wide as two outputs that are not kept (models/fused/decoder.py).
         kept += _attention_layers(text) * queries + 2 * int(text.hidden_size) * leaves["post_feedforward_layernorm"]
-    return kept
+    return kept, meanwhile
+
+
+def _heads(text: Any) -> int:
+    return int(getattr(text, "num_attention_heads", None) or 1)
+
+
+def _key_heads(text: Any) -> int:
+    return int(getattr(text, "num_key_value_heads", None) or _heads(text))
 
 
 def _guess_path(described: PreTrainedModel) -> ModelPath:
@@ -250,13 +243,12 @@ def _position_width(text: Any) -> int:
     """Elements that a layer with attention caches for a token: keys and values, or what latent attention compresses them to."""
     if rank := getattr(text, "kv_lora_rank", None):
         return int(rank) + int(text.qk_rope_head_dim)
-    heads = int(getattr(text, "num_attention_heads", None) or 1)
-    return int(getattr(text, "num_key_value_heads", None) or heads) * sum(_head_widths(text))
+    return _key_heads(text) * sum(_head_widths(text))
 
 
 def _head_widths(text: Any) -> tuple[int, int]:
     """Elements of a head's key and of its value. Latent attention may have keys that are wider than values."""
-    size = getattr(text, "head_dim", None) or int(text.hidden_size) // (getattr(text, "num_attention_heads", None) or 1)
+    size = getattr(text, "head_dim", None) or int(text.hidden_size) // _heads(text)
     key = text.qk_nope_head_dim + text.qk_rope_head_dim if getattr(text, "kv_lora_rank", None) else size
     return int(key), int(getattr(text, "v_head_dim", None) or size)
 
@@ -285,11 +277,7 @@ def cut_model(
 
 
 def fit_card(
-    config: Config,
-    device: torch.device,
-    world: World,
-    resolve: Callable[[Config], Config],
-    cards: Cards | None = None,
+    config: Config, device: torch.device, world: World, resolve: Callable[[Config], Config], cards: Cards | None = None
 ) -> tuple[Config, list[str]]:
     """The resolved configuration, and lines for the user. If the trainer is on a GPU, `distributed.sharding` and
     `train.tokens_per_microbatch` are chosen if they were left out. All ranks must choose the same, so the choice depends on the
@@ -300,15 +288,15 @@ def fit_card(
     memory, name = cards.memory(device), cards.describe(device)[0]
     state, training = _STATE * parameter_count(config.model), len(world.roles.train)
     if training > 1 and "sharding" not in config.distributed.model_fields_set and state > _MAX_STATE * memory:
-        sharding, why = "fsdp", f"left out; replicate takes {state / GIB:.0f} GiB for the state on each {name}"
+        why = f"left out; replicate takes {state / GIB:.0f} GiB for the state on each {name}"
         # Both calls refuse what does not work with FSDP.
         try:
-            resolve(sharded := with_values(config, {"distributed.sharding": sharding}))
+            resolve(sharded := with_values(config, {"distributed.sharding": "fsdp"}))
             blocks_of(describe_module(config.model))
             config = sharded
         except ConfigError as error:
-            sharding, why = "replicate", f"{why}, but {error}"
-        lines.append(f"distributed.sharding: {sharding} ({why})")
+            why += f", but {error}"
+        lines.append(f"distributed.sharding: {config.distributed.sharding} ({why})")
     if "tokens_per_microbatch" in config.train.model_fields_set:
         return resolve(config), lines
     for tokens in (size for size in _MICROBATCHES if size >= row_limit(config)):
@@ -334,10 +322,7 @@ def kv_positions(config: Config, prompts: PromptLengths | None = None) -> int:
     """Positions of the engine's cache: as configured, or enough for all sequences at once with the longest of these prompts."""
     configured, sequences = config.engine.kv_positions, config.engine.max_sequences
     assert sequences is not None
-    if configured is not None:
-        return configured
-    completion = config.rollout.max_tokens
-    return max(sequences * (_longest(config, prompts) + completion), row_limit(config))
+    return configured or max(sequences * (_longest(config, prompts) + config.rollout.max_tokens), row_limit(config))
 
 
 def _longest(config: Config, prompts: PromptLengths | None) -> int:

@@ -48,7 +48,7 @@ from asyncrl.types import LedgerStatistics, Prompt
 from .decided import Decided
 from .endpoint import LazyEndpoint
 from .journal import Journal
-from .performance import DeviceRates, StepProfiler, needed_flop
+from .performance import StepProfiler, needed_flop
 from .positions import Positions
 from .progress import Listeners, Stages
 from .saving import Checkpointer, SavedRun
@@ -91,14 +91,14 @@ class RunSummary:
 class OpenRun:
     """The parts of an open run. `opening.open_run` sets the attributes below."""
 
-    # In the order of the opening. A dry run has no policy, core, rates, verdict, round, reward models and model description.
+    # In the order of the opening. A dry run has no policy, core, verdict, round, reward models and model description.
     saved: SavedRun | None = None  # the checkpoint that is resumed
     journal: Journal
     lanes: tuple[Any, ...]  # ThreadLane | SimulatedLane; the first is the trainer's
     tokenizer: Any
     policy: PolicyModel | None = None
     core: TorchTrainer | None = None
-    rates: DeviceRates | None = None
+    peak_flops: float | None = None  # FLOP/s of the GPU (performance.py)
     verdict: Verdict | None = None
     round: Round | None = None  # only under fsdp, whose microbatches are collectives
     agents: Agents | None = None  # on ranks that generate
@@ -127,12 +127,7 @@ class OpenRun:
     graph: Graph
 
     def __init__(
-        self,
-        decided: Decided,
-        recorder: Recorder,
-        listeners: Listeners[StepReport],
-        stages: Stages,
-        stack: AsyncExitStack,
+        self, decided: Decided, recorder: Recorder, listeners: Listeners, stages: Stages, stack: AsyncExitStack
     ) -> None:
         """`stack`: closes the parts in reverse order."""
         self.decided = decided
@@ -146,7 +141,7 @@ class OpenRun:
         # Other rank -> why it ends, in its own words. On rank 0: training ranks; on the others: rank 0.
         self.end_reasons: dict[str, RankLost] = {}
         self.ended_by: BaseException | None = None  # the error that ended the pumps
-        self.stalled = False  # whether another rank has said that the run stands still
+        self.stalled = False  # another rank has reported a standstill of the run
         # On rank 0: rank without which the run goes on -> time, reason.
         self.lost: dict[str, tuple[float, str]] = {}
         self._began = time.perf_counter()
@@ -218,7 +213,7 @@ class OpenRun:
             books=self.ports.ledger.statistics(),
             reasons=dict(self.ports.book.reasons + (self.dispatch.reasons if self.dispatch else Counter())),
             seconds=time.perf_counter() - self._began,
-            shares=self.journal.shares(),
+            shares=self.journal.budget.metrics(),
             history=[*self.journal.history],
         )
 
@@ -228,7 +223,7 @@ class OpenRun:
         if self.graph.ending or self.supervisor.ending:
             # No counters, only a time limit: a task that ignores its cancellation may generate tokens for ever.
             error = self.supervisor.failure
-            why = "" if error is None else f" ({type(error).__name__}: {str(error).partition(chr(10))[0][:300]})"
+            why = "" if error is None else f" ({first_line(error)})"
             sentence = f"a task that was cancelled when the training ended{why} has not ended"
             return ProgressLimit((), limits.stage_timeout_s, sentence)
         if not (self.graph.busy or self._in_at_version or self.graph.evaluations.progress):
@@ -248,11 +243,11 @@ class OpenRun:
 
     def _on_step(self, report: StepReport) -> None:
         extra: dict[str, float] = {}
-        rates, policy, seconds = self.rates, self.policy, report.metrics.get("time/step")
-        if rates is not None and policy is not None and seconds:
+        seconds = report.metrics.get("time/step")
+        if self.peak_flops is not None and self.policy is not None and seconds:
             # Siblings share the work on the groups of their leader.
-            flop = needed_flop(report, policy, self.config) / self.config.distributed.context
-            extra |= rates.shares(flop, seconds)
+            flop = needed_flop(report, self.policy, self.config) / self.config.distributed.context
+            extra["perf/mfu"] = flop / seconds / self.peak_flops
         if self.prompts is not None:
             counts = self.prompts.statistics()
             extra |= {f"data/{name}": float(counts[name]) for name in ("epoch", "delivered", "cut", "skipped")}
@@ -298,7 +293,7 @@ class OpenRun:
 
     async def _agree_on_time(self) -> None:
         """If the time limit has passed on any rank, make the next step the last on all ranks.
-        Some ranks may be in that step already. No rank has finished that step: its end waits for this publish."""
+        Some ranks may be in that step already. No rank has finished the step, because its end waits for this publish."""
         if len(self.world.roles.train) == 1 or self.config.train.time_limit_s is None or self._stop_agreed:
             return
         ranks = self.world.train
@@ -319,7 +314,7 @@ class OpenRun:
 
     async def _wait_for_other_ranks(self) -> None:
         """Wait until every rank has released its last step, so that every group is counted and the shared books can be checked.
-        If a rank dies, torchrun sends a signal to this rank, which cancels the wait."""
+        If a rank dies, torchrun stops this rank by a signal, and the signal cancels the wait."""
         ledger = self.ports.ledger
         self.stages.begin("waiting for the other ranks")
         if self.remote is not None:
@@ -362,20 +357,19 @@ class OpenRun:
                     if error is not None and self.line is not None:
                         await self._send_end_reason(error)
                     if error is not None and self.world.world_size > 1:
-                        stop_signal, missing = await self.checkpointer.leave(version, self.stopped_by)
-                        stop_signal = stop_signal or next(
-                            (lost.stopped_by for lost in self.end_reasons.values() if lost.stopped_by), None
-                        )
-                        missing = [rank for rank in missing if f"rank {rank}" not in self.end_reasons]
+                        left = await self.positions.leave(version, self.stopped_by) if self.positions else ({}, [])
+                        signals = [end.stopped_by for end in left[0].values()]
+                        signals += [ended.stopped_by for ended in self.end_reasons.values()]
+                        stop_signal = next(filter(None, signals), None)
+                        lost = [self.world.roles.train[index] for index in left[1]]
+                        missing = [rank for rank in lost if f"rank {rank}" not in self.end_reasons]
                         if stop_signal is not None and isinstance(error, RankLost):
                             # Perhaps all ranks are being stopped, and the signal to this rank has not arrived yet.
                             error.stopped_by = stop_signal
                             stopped = True
                         elif missing and isinstance(error, RankLost):
                             names = " and ".join(f"rank {rank}{self.world.roles.shared(rank)}" for rank in missing)
-                            error.add_note(
-                                f"{names} did not say why: killed, stopped or hanging, or its machine is gone"
-                            )
+                            error.add_note(f"{names} did not say why: killed, stopped or hanging, or a lost machine")
                         # Another rank may wait in a collective that this rank will never join. `World.leave` ends that wait.
                         await offload(self.world.leave, "leave")
                     await self.graph.intake.end_plays()
@@ -405,9 +399,9 @@ class OpenRun:
 
         world, line = self.world, self.line
         shared = world.roles.shared(world.rank)
-        reason = (
-            str(error) if isinstance(error, RankLost) else f"rank {world.rank} has ended: {first_line(error)}{shared}"
-        )
+        reason = f"rank {world.rank} has ended: {first_line(error)}{shared}"
+        if isinstance(error, RankLost):
+            reason = str(error)
         stopped_by = self.stopped_by or (error.stopped_by if isinstance(error, RankLost) else None)
         if isinstance(error, RankLost) and isinstance(line, LineServer):
             # A collective fails before the line gives a dead rank up, and its error does not name that rank.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
 
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.resolve import last_version
@@ -14,15 +15,13 @@ from asyncrl.data.texts import decode, eos_token_ids
 from asyncrl.data.texts import notes as text_notes
 from asyncrl.distributed.line import LineServer
 from asyncrl.generation.requests import sampling_params
-from asyncrl.pumps.pipeline import StepReport
 from asyncrl.telemetry.recorder import Recorder
 
 from .build import open_ports
 from .decided import Decided
 from .inputs import load_prompts
 from .journal import Journal
-from .meeting import let_join, meet_ranks
-from .nodes import Nodes
+from .meeting import Nodes, let_join, meet_ranks
 from .opened import OpenRun
 from .performance import StepProfiler
 from .progress import Listeners, Stages, rare_collections
@@ -30,7 +29,7 @@ from .saving import Checkpointer, SavedRun
 
 
 async def open_run(
-    decided: Decided, recorder: Recorder, listeners: Listeners[StepReport], stages: Stages, stack: AsyncExitStack
+    decided: Decided, recorder: Recorder, listeners: Listeners, stages: Stages, stack: AsyncExitStack
 ) -> OpenRun:
     """`stages`: for the watchdog. Errors: ConfigError, DataError, CheckpointError, RankLost, and those of loading a model."""
     run = OpenRun(decided, recorder, listeners, stages, stack)
@@ -86,20 +85,22 @@ async def _open_directory(run: OpenRun) -> None:
     since = -1 if directory and directory.restart else None
     if run.saved:
         since = run.saved.version
+        opened.append(f"resume: {run.saved.checkpoint.path}")
     written, lines = directory if run.world.is_first else None, run.world.joined is not None
-    rollouts = (directory.path, run.world.rank) if directory and not written and run.world.trains else None
+    rollouts = directory.path if directory and run.world.trains else None
     last = last_version(config, run.base, run.decided.row_count)
-    run.journal = Journal(config, written, run.recorder, since, run.base, last=last, lines=lines, rollouts=rollouts)
+    options: dict[str, Any] = {"last": last, "lines": lines, "rollouts": rollouts, "rank": run.world.rank}
+    run.journal = Journal(config, written, run.recorder, since, run.base, **options)
     await run.stack.enter_async_context(run.journal)
     run.stack.callback(stages.begin, "closing the sinks of metrics")
-    stages.show_on(run.journal.live.status)
-    for line in (*run.decided.lines, *opened, *(run.saved.lines if run.saved else ())):
+    stages.display = run.journal.live.status
+    for line in (*run.decided.lines, *opened):
         run.journal.live.note(line)
 
 
 async def _open_journal(run: OpenRun, notes: list[str]) -> None:
     """Open sinks and profiler, and show the notes of the start. `notes`: about the prompts."""
-    config, journal, policy, directory = run.config, run.journal, run.policy, run.directory
+    config, journal, policy = run.config, run.journal, run.policy
     journal.reserve = run.checkpointer.bytes_needed()
     await journal.open(partial(decode, run.tokenizer))
     if policy is not None:
@@ -110,7 +111,5 @@ async def _open_journal(run: OpenRun, notes: list[str]) -> None:
         notes = [*notes, *journal.missing_end_notes, *missing_text_notes]
     for line in notes:
         journal.live.note(f"note: {line}")
-    folder = None if directory is None else directory.path
-    device, rank = run.decided.device, run.world.rank
-    run.profiler = StepProfiler(config, run.lanes[0], device, folder, rank, journal.live.note)
+    run.profiler = StepProfiler(config, run.lanes[0], run.decided.device, journal.live.note)
     await run.profiler.at(run.ports.trainer.version)

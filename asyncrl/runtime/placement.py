@@ -1,8 +1,9 @@
-"""Decides where the engine runs, on the trainer's lane or in workers: before memory is estimated, and after a change of engine."""
+"""The GPUs of a machine, and where the engine runs: on the trainer's lane or in workers."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,89 @@ from asyncrl.generation.vllm.versions import DP_SIZE, SERVED, refuse_data_parall
 from asyncrl.models.loading import describe_module
 from asyncrl.telemetry.machine import free_cores
 
-from .cards import Cards
-
+GIB = 1 << 30
+# Memory in GiB according to the data sheet, and compute capability.
+KNOWN = {
+    "A10": (24, (8, 6)), "A100": (80, (8, 0)), "A100-40": (40, (8, 0)), "B200": (180, (10, 0)), "H100": (80, (9, 0)),
+    "H200": (141, (9, 0)), "L4": (24, (8, 9)), "L40S": (48, (8, 9)), "RTX4090": (24, (8, 9)), "T4": (16, (7, 5)),
+    "V100": (32, (7, 0)),
+}  # fmt: skip
+# The part of a GPU's memory that tensors can use: the driver and the CUDA context take the rest.
+_USABLE = 0.97
 # A model on a CPU gets one thread for each 3 million weights. With more threads the operations are so short that threads wait for
 # each other longer than they compute, above all if another program takes a core.
 _WEIGHTS_PER_THREAD = 3_000_000
 _CPU = torch.device("cpu")
 PLAIN_MESSAGE = "runs on the plain path, whose states and caches have not been compared with vLLM's"
+
+
+class Cards:
+    """The GPUs that torch sees in this process."""
+
+    @property
+    def count(self) -> int:
+        return torch.cuda.device_count()
+
+    def describe(self, device: torch.device) -> tuple[str, tuple[int, int]]:
+        """The name of a GPU and its compute capability."""
+        return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+
+    def memory(self, device: torch.device) -> int:
+        """All bytes of a GPU, in use or not. The number is the same on all GPUs of one kind."""
+        return int(torch.cuda.get_device_properties(device).total_memory)
+
+    def free(self, device: torch.device) -> int:
+        """Unused bytes of a GPU."""
+        return int(torch.cuda.mem_get_info(device)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedCards(Cards):
+    """`nodes` machines with `per_node` GPUs each, of the kind `name`, a key of KNOWN. This machine need not have such a GPU."""
+
+    nodes: int
+    per_node: int
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> AssumedCards:
+        """From `8xH100`, or `2x8xH100` for two machines. Errors: ConfigError."""
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text)
+        kinds = {name.lower(): name for name in KNOWN}
+        if match is None or match[3].lower() not in kinds or 0 in (int(match[1] or 1), int(match[2])):
+            raise ConfigError(
+                f"--assume-devices is {text!r}; write COUNTxCARD or NODESxCOUNTxCARD, for example 8xH100 or 2x8xH100, with one "
+                f"of the cards {', '.join(KNOWN)}"
+            )
+        return cls(int(match[1] or 1), int(match[2]), kinds[match[3].lower()])
+
+    @property
+    def count(self) -> int:
+        return self.per_node
+
+    def describe(self, device: torch.device) -> tuple[str, tuple[int, int]]:
+        return self.name, KNOWN[self.name][1]
+
+    def memory(self, device: torch.device) -> int:
+        return KNOWN[self.name][0] * GIB
+
+    def free(self, device: torch.device) -> int:
+        return int(_USABLE * self.memory(device))
+
+    def ranks(self, config: Config) -> int:
+        """Ranks of one machine: one for each GPU that `generation.devices` does not name. Errors: ConfigError."""
+        if config.train.kind != "torch" or config.model.device not in ("auto", "cuda"):
+            raise ConfigError(
+                f"--assume-devices is given, and train.kind is {config.train.kind} on model.device {config.model.device}, which "
+                "gives no GPU to a rank; leave --assume-devices out, or set train.kind=torch model.device=auto"
+            )
+        taken = {name for name in config.generation.devices if name.startswith("cuda:")}
+        if len(taken) >= self.per_node:
+            raise ConfigError(
+                f"generation.devices names {len(taken)} GPU(s), and --assume-devices gives each machine {self.per_node}: none is "
+                "left to train on; name fewer GPUs in generation.devices, or more in --assume-devices"
+            )
+        return self.per_node - len(taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +178,8 @@ def embedded_on_plain_path(config: Config, path: str) -> tuple[Config, list[str]
     only if `choose_engine` chose the engine. `path`: name of the model's path."""
     if config.generation.engine != "vllm" or path != "plain":
         return config, []
-    line = f"generation.engine: embedded (auto: the model {PLAIN_MESSAGE})"
-    return with_values(config, {"generation.engine": "embedded"}), [line]
+    lines = [f"generation.engine: embedded (auto: the model {PLAIN_MESSAGE})"]
+    return with_values(config, {"generation.engine": "embedded"}), lines
 
 
 def longest_row(text: Any) -> int | None:
@@ -126,24 +203,21 @@ def place(
     vllm = generation.engine == "vllm"
     configured = bool(generation.workers or generation.threads or generation.devices)
     trainer = _with_index(device)
-    if not world.generates:
-        _, trainer_threads, why_threads = _threads(config, trainer, world, weights, 0)
-        line = f"generation: none on a rank that only trains, on {device}; {trainer_threads} thread(s): {why_threads}"
-        return Placement((), 0, trainer_threads, line, trainer, generates=False)
     # The device of a rank that only generates is free for its workers.
     spare = _spare(trainer, world, count) if world.trains else []
     # An engine on the trainer's lane could not answer an evaluation of rank 0 while its rank waits for rank 0 at the end of a step.
     by_auto = generation.placement == "auto" and (configured or vllm or bool(spare) or world.roles.differ)
     in_workers = generation.placement == "worker" or by_auto
-    if not in_workers or config.engine.kind == "dry_run":
-        reason = _reason_to_share(config, trainer)
+    if not (in_workers and world.generates) or config.engine.kind == "dry_run":
         _, trainer_threads, why_threads = _threads(config, trainer, world, weights, 0)
-        line = f"generation: shared, on the trainer's {device} ({reason}); {trainer_threads} thread(s): {why_threads}"
-        return Placement((), 0, trainer_threads, line, trainer)
+        where = f"none on a rank that only trains, on {device}"
+        if world.generates:
+            where = f"shared, on the trainer's {device} ({_reason_to_share(config, trainer)})"
+        line = f"generation: {where}; {trainer_threads} thread(s): {why_threads}"
+        return Placement((), 0, trainer_threads, line, trainer, generates=world.generates)
     _refuse_workers(config, device, world)
-    engine = ""
+    engine = f" with vLLM {require_vllm(trainer.type)}" if vllm else ""
     if vllm:
-        engine = f" with vLLM {require_vllm(trainer.type)}"
         refuse_data_parallel()
     devices = _devices(config, trainer, world, spare, count)
     split = generation.tensor_parallel

@@ -15,15 +15,13 @@ from asyncrl.config.schema import Config
 from asyncrl.data.texts import eos_token_ids, notes
 from asyncrl.distributed.roles import Roles
 from asyncrl.distributed.world import World
-from asyncrl.errors import ConfigError
 from asyncrl.generation.requests import sampling_params
 
-from .cards import AssumedCards, Cards
 from .decided import choose_device, choose_dtype
-from .directory import RunDirectory, unusable_message
+from .directory import RunDirectory
 from .inputs import measure_prompts, row_count
 from .memory import cut_model, fit_card, kv_positions, memory_warnings, predicted, table, worker_parts
-from .placement import choose_engine, embedded_on_plain_path, place
+from .placement import AssumedCards, Cards, choose_engine, embedded_on_plain_path, place
 
 if TYPE_CHECKING:
     from .gate import Verdict
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 def plan(config: Config, assumed: AssumedCards | None = None) -> str:
     """The text of `--dry-run`: resolved configuration, predicted memory, staleness bound, slots. `assumed`: GPUs to plan for
-    instead of those of this machine. Errors: ConfigError, DataError."""
+    instead of those of this machine. Writes nothing. Call `check_start` first. Errors: ConfigError, DataError."""
     cards, world, roles = assumed or Cards(), *_planned_world(config, assumed)
     config, device, dtype_lines = choose_dtype(config, world.local_rank, world.local_world_size, cards)
     by_auto = config.generation.engine == "auto"
@@ -84,7 +82,8 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
             *memory,
             *_notes([*prompts.notes, *_text_notes(config)]),
         ]
-    return "\n".join([*lines, *_notes(warnings(config, row_count(config)))])
+    restart = RunDirectory(config).restart
+    return "\n".join([*lines, *_notes(warnings(config, row_count(config))), *([restart] if restart else [])])
 
 
 def _planned_world(config: Config, assumed: AssumedCards | None) -> tuple[World, Roles]:
@@ -179,27 +178,11 @@ def announcement(
 
 def native_note(config: Config) -> list[str]:
     """A note if the model is computed on the CPU without the native kernels; else an empty list."""
-    from asyncrl.builds import native_enabled
     from asyncrl.models.native.library import available
 
     if available() or choose_device(config.model.device, 0).type != "cpu":
         return []
-    if not native_enabled():
-        return ["note: the native kernels are off (ASYNCRL_NATIVE=0): torch's own kernels are used, which are slower"]
     return [
-        "note: there are no native kernels for this machine: torch's own kernels are used, which are slower. pip builds native "
-        "kernels if it finds a C++ compiler for x86-64 (AVX2 or AVX-512): install a compiler, then install asyncrl again"
+        "note: there are no native kernels for this machine, or ASYNCRL_NATIVE is 0: torch's own kernels are used, which are "
+        "slower. pip builds native kernels if it finds a C++ compiler for x86-64 (AVX2 or AVX-512)"
     ]
-
-
-def print_plan(config: Config, devices: str | None = None) -> None:
-    """Print the plan, and write `plan.txt` in the run directory. Call `check_start` first. `devices`: for AssumedCards.parse."""
-    assumed = None if devices is None else AssumedCards.parse(devices)
-    directory = RunDirectory(config)
-    text = plan(config, assumed) + (f"\n{directory.restart}" if directory.restart else "")
-    print(text)
-    try:
-        directory.path.mkdir(parents=True, exist_ok=True)
-        (directory.path / "plan.txt").write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(unusable_message(directory.path, error)) from error

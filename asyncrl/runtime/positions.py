@@ -1,4 +1,4 @@
-"""The positions of all training ranks in their prompts, on rank 0. So rank 0 alone can write a checkpoint of the last committed
+"""Rank 0 knows the positions of all training ranks in their prompts. So rank 0 alone can write a checkpoint of the last committed
 version, even if other ranks have died. A collective would hang: ranks of a stopped run may never join.
 
     every rank   announce(version), at each version    rank 0 gets the RankState, without the replay buffer
@@ -66,7 +66,7 @@ class Positions:
         # On rank 0. For each rank: version -> (state, JSON of the replay buffer).
         self._states: list[dict[int, tuple[RankState, bytes | None]]] = [{} for _ in self._ranks]
         # On rank 0. Rank -> its state in the checkpoint that is resumed.
-        self._resumed: Mapping[int, RankState] = {}
+        self.resumed: Mapping[int, RankState] = {}
         self._early_ends: dict[int, EarlyEnd] = {}
         self._save_after: set[int] = set()  # the versions after these are saved
         self._changed = asyncio.Event()
@@ -79,10 +79,6 @@ class Positions:
         self._stop_deadline = awake.now() + timeout_s
         self._notify()
 
-    def start(self, states: Mapping[int, RankState]) -> None:
-        """`states`: rank -> its state in the checkpoint that is resumed."""
-        self._resumed = states
-
     async def announce(self, version: int, state: RankState, *, save_next: bool = False) -> bool:
         """Call once per version, before any rank can finish the next step. Returns whether to save this version.
         Rank 0 decides one version ahead (`save_next`), so all ranks get the same answer. Errors: RankLost."""
@@ -94,7 +90,7 @@ class Positions:
         return save
 
     async def _send(self, version: int, state: RankState, *replay: bytes) -> bool:
-        """Give rank 0 a state. Returns whether to save the version after the last announced version."""
+        """Send rank 0 the state at `version`. Returns whether to save the version after the last announced version."""
         header = [self._rank, version, state, self._announced]
         if isinstance(self._line, LineServer):
             save, _ = await self._on_position("", header, replay)
@@ -193,7 +189,7 @@ class Positions:
         """On rank 0: the state of a rank at this version. If the rank did not announce the version, its state at the version
         before, which the rank announced before it joined the last step."""
         known = [each for each in self._states[rank] if each <= version]
-        return self._states[rank][max(known)][0] if known else self._resumed.get(rank)
+        return self._states[rank][max(known)][0] if known else self.resumed.get(rank)
 
     async def _wait(
         self, version: int, lacking: Callable[[], list[int]], timeout_s: float, *, sharded: bool

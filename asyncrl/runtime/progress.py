@@ -1,4 +1,5 @@
-"""The progress of a run: stages of start and end (for watchdog and live view), and committed steps (for listeners)."""
+"""The progress of a run: stages of start and end (for watchdog and live view), and committed steps (for listeners). Also the rare
+garbage collections of a run."""
 
 from __future__ import annotations
 
@@ -6,16 +7,14 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from asyncrl.concurrency.offload import offloaded_work
 from asyncrl.concurrency.watchdog import ProgressLimit
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import RankLost
-
-T = TypeVar("T")
-T_in = TypeVar("T_in", contravariant=True)
+from asyncrl.pumps.pipeline import StepReport
 
 
 class Stages:
@@ -26,24 +25,19 @@ class Stages:
         self._stage = ""  # empty while the pumps run
         # Number of calls of `begin`: the watchdog compares this number to see progress.
         self._moves = 0
-        self._display: Callable[[str], None] | None = None
+        self.display: Callable[[str], None] = lambda text: None  # the live view, once it is open
         self.lanes: list[Any] = []
         self.line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
         self.lost: str | None = None  # why the run cannot go on without a lost rank
         # End the opening of the run with this error. False if the run is open, or is being closed.
         self.end_opening: Callable[[RankLost], bool] = lambda lost: False
 
-    def show_on(self, display: Callable[[str], None]) -> None:
-        """From now on `show` also calls `display`, the live view."""
-        self._display = display
-
     def show(self, text: str) -> None:
         """Begin a stage, or report progress of the current stage, and show the text: a stage, a colon and counts.
         While the pumps run (a worker is started again, for example), the text is only shown: the stage would have no end."""
         if self._stage:
             self.begin(text)
-        if self._display is not None:
-            self._display(text)
+        self.display(text)
 
     def begin(self, text: str) -> None:
         """Begin a stage, or report progress of the current stage, to the watchdog only."""
@@ -68,31 +62,31 @@ class Stages:
         return ProgressLimit((self._moves,), limit_s, f"the run stands still at {stage!r}", offloaded_work)
 
 
-class Listener(Protocol[T_in]):
+class Listener(Protocol):
     """`push` is called at each step's commit, with no `await` in between. `close` is called once or twice at the end."""
 
-    def push(self, item: T_in) -> None: ...
+    def push(self, report: StepReport) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Listeners(Generic[T]):
+class Listeners:
     """The listeners of a run, held by weak references."""
 
     def __init__(self) -> None:
-        self._all: WeakSet[Listener[T]] = WeakSet()
+        self._all: WeakSet[Listener] = WeakSet()
         self._closed = False
 
-    def add(self, listener: Listener[T]) -> None:
+    def add(self, listener: Listener) -> None:
         """Add a listener. If the training has ended, `listener` is closed at once."""
         self._all.add(listener)
         if self._closed:
             listener.close()
 
-    def push(self, item: T) -> None:
-        """Push `item` to all listeners."""
+    def push(self, report: StepReport) -> None:
+        """Push `report` to all listeners."""
         for listener in self._all:
-            listener.push(item)
+            listener.push(report)
 
     def close(self) -> None:
         """Close all listeners. A listener that is added later is closed at once."""
@@ -101,30 +95,30 @@ class Listeners(Generic[T]):
             listener.close()
 
 
-class StepStream(Generic[T]):
-    """An asynchronous iterator over all items that are pushed after the constructor, even before the first `anext`.
+class StepStream:
+    """An asynchronous iterator over all steps that are committed after the constructor, even before the first `anext`.
     The stream holds no resource, and the Runtime has a weak reference: an `async for` may simply be left early."""
 
     def __init__(self) -> None:
-        self._items: asyncio.Queue[T | None] = asyncio.Queue()  # None ends the stream
+        self._reports: asyncio.Queue[StepReport | None] = asyncio.Queue()  # None ends the stream
 
-    def push(self, item: T) -> None:
-        """Append an item. The queue has no limit."""
-        self._items.put_nowait(item)
+    def push(self, report: StepReport) -> None:
+        """Append a report. The queue has no limit."""
+        self._reports.put_nowait(report)
 
     def close(self) -> None:
-        """End the stream after the items that are in the queue."""
-        self._items.put_nowait(None)
+        """End the stream after the reports that are in the queue."""
+        self._reports.put_nowait(None)
 
-    def __aiter__(self) -> StepStream[T]:
+    def __aiter__(self) -> StepStream:
         return self
 
-    async def __anext__(self) -> T:
-        item = await self._items.get()
-        if item is None:
+    async def __anext__(self) -> StepReport:
+        report = await self._reports.get()
+        if report is None:
             self.close()  # ends a further `anext`, too
             raise StopAsyncIteration
-        return item
+        return report
 
 
 @contextlib.contextmanager

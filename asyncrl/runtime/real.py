@@ -43,12 +43,12 @@ from asyncrl.training.sharded import ShardedTrainer
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.weights.sync import SharedWeights
 
-from .absent import Absent
+from .build import Absent
 from .gate import check_run_model
 from .inputs import PromptLengths, measure_prompts
 from .memory import GIB, Cut, cut_model, kv_positions, memory_warnings, predicted, table
 from .opened import REWARD_MODELS, OpenRun
-from .performance import measure_rates
+from .performance import stated_peak
 from .placement import Placement, embedded_on_plain_path, place
 from .workers import open_generating, open_sender, open_workers, take_engine
 
@@ -160,10 +160,8 @@ async def _compare_reward_models(run: OpenRun, models: list[RewardModel]) -> Non
     """Errors: ConfigError if a reward model differs from that of the first rank that has loaded its models."""
     if run.line is None or not models:
         return
-    rank, found = (
-        run.world.rank,
-        await run.lanes[0].run(lambda: [model.digest() for model in models], name="start/digest"),
-    )
+    rank = run.world.rank
+    found = await run.lanes[0].run(lambda: [model.digest() for model in models], name="start/digest")
     if isinstance(run.line, LineClient):
         (first, expected), _ = await run.line.ask(REWARD_MODELS, [rank, found])
     else:
@@ -177,7 +175,7 @@ async def _compare_reward_models(run: OpenRun, models: list[RewardModel]) -> Non
 
 
 def _load(run: OpenRun, cut: Cut) -> TorchTrainer:
-    """Load the model, on the lane. Sets `policy`, `tokenizer`, `core`, `rates` and `verdict` of the run."""
+    """Load the model, on the lane. Sets `policy`, `tokenizer`, `core`, `peak_flops` and `verdict` of the run."""
     config, device = run.config, run.decided.device
 
     def choose(module: PreTrainedModel) -> ModelPath:
@@ -189,7 +187,8 @@ def _load(run: OpenRun, cut: Cut) -> TorchTrainer:
     require_saveable(policy.module, tokenizer)
     if config.algorithm.router_replay:
         require_routing(policy.routing, policy.module, "algorithm.router_replay is true")
-    run.policy, run.tokenizer, run.core, run.rates = policy, tokenizer, core, measure_rates(device, policy.dtype)
+    run.policy, run.tokenizer, run.core = policy, tokenizer, core
+    run.peak_flops = stated_peak(torch.cuda.get_device_name(device), policy.dtype) if device.type == "cuda" else None
     return core
 
 

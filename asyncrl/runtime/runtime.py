@@ -11,22 +11,19 @@ at the end  without an error: submitted groups are trained (in a last, smaller s
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 
 from asyncrl.concurrency.descriptors import descriptor_advice, lacks_descriptors
-from asyncrl.concurrency.exit_deadline import exit_blockers
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
@@ -39,7 +36,6 @@ from asyncrl.ports import Environment
 from asyncrl.pumps.evaluate import EvaluatePump
 from asyncrl.pumps.hooks import Hooks
 from asyncrl.pumps.intake import Intake
-from asyncrl.pumps.pipeline import StepReport
 from asyncrl.pumps.rollout import Episodes
 from asyncrl.records.check import Limits
 from asyncrl.rewards.pool import RewardSpec
@@ -54,28 +50,21 @@ from .plan import announcement
 from .program import as_group, as_prompt, as_task, play_group
 from .progress import Listener, Listeners, Stages, StepStream
 
-logger = logging.getLogger("asyncrl.runtime")
-
 # Held while a Runtime opens, by any loop of the process: transformers replaces functions of torch while it builds a model, and
 # `inputs` keeps the rows that it has read in globals.
 _OPENING = threading.Lock()
 
 
-class _State(Enum):
-    NEW = "new"
-    OPEN = "open"
-    CLOSED = "closed"
-
-
-# A stopped run waits for collectives during this fraction of the grace period. Then it writes its checkpoint.
-_COLLECTIVE_FRACTION = 0.25
+# A stopped run waits for collectives, and for the positions of other ranks, during these fractions of the grace period. The rest
+# is for writing the checkpoint.
+_COLLECTIVE_FRACTION, _WAIT_FRACTION = 0.25, 0.6
 
 
 class Runtime:
     """A run inside an event loop: `async with Runtime(config) as rt`. The same task must open and close a Runtime.
     `run` trains on the configured prompts. `generate`, `submit` and `finish` are for programs that make the groups themselves.
-    `steps` iterates over the committed steps. Outside of the block all methods raise LifecycleError. After the block
-    `summary`, `note`, `announce` and all properties but `intake` still work."""
+    Outside of the block all methods raise LifecycleError. After the block `summary`, `note`, `announce` and all properties but
+    `intake` still work."""
 
     def __init__(
         self,
@@ -108,8 +97,8 @@ class Runtime:
             world=world,
         )
         self.recorder = Recorder(max_events=config.telemetry.trace_events if config.telemetry.trace else 0)
-        self._listeners: Listeners[StepReport] = Listeners()
-        self._state = _State.NEW
+        self._listeners = Listeners()
+        self._state: Literal["new", "open", "closed"] = "new"
         self._task: asyncio.Task[Any] | None = None
         self._stack = AsyncExitStack()
         self._run: OpenRun | None = None  # set at the end of the opening
@@ -120,27 +109,25 @@ class Runtime:
         self._watchdog = self._make_watchdog(config.watchdog)
 
     async def __aenter__(self) -> Runtime:
-        if self._state is not _State.NEW:
+        if self._state != "new":
             raise LifecycleError(
-                f"a Runtime can be opened once, and this Runtime is already {self._state.value}; make a new Runtime"
+                f"a Runtime can be opened once, and this Runtime is already {self._state}; make a new Runtime"
             )
-        self._state, self._task = _State.OPEN, asyncio.current_task()
+        self._state, self._task = "open", asyncio.current_task()
         await self._stack.__aenter__()
-        # With `hard_exit`, `main` names the blockers when the process ends.
-        if not self._hard_exit:
-            self._stack.callback(_warn_of_exit_blockers, exit_blockers())
         try:
             await self._stack.enter_async_context(self._watchdog)  # first, so it is closed last
+            acquired: list[bool] = []  # empty: the lock may be another Runtime's
             try:
-                await offload(_OPENING.acquire, "the opening of another Runtime")
+                await offload(lambda: acquired.append(_OPENING.acquire()), "the opening of another Runtime")
                 decided = await self._decide(self._stages)
                 self._run = await open_run(decided, self.recorder, self._listeners, self._stages, self._stack)
             finally:
                 # Also after a cancellation: a cancelled `offload` does not return before its thread has the lock.
-                if _OPENING.locked():
+                if acquired:
                     _OPENING.release()
         except BaseException as error:
-            self._state = _State.CLOSED
+            self._state = "closed"
             if self._stall is not None and self._task is not None and isinstance(error, asyncio.CancelledError):
                 # Before the parts close: else an open task group raises the cancellation again, in place of the stall.
                 self._task.uncancel()
@@ -153,9 +140,9 @@ class Runtime:
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool | None:
         if asyncio.current_task() is not self._task:
             raise LifecycleError("a Runtime must be closed by the task that opened it; use `async with` in one task")
-        if self._state is _State.CLOSED or self._run is None:
+        if self._state == "closed" or self._run is None:
             return None
-        self._state = _State.CLOSED
+        self._state = "closed"
         if error is None:
             try:
                 await self._run.drain()
@@ -217,7 +204,7 @@ class Runtime:
             self._task.cancel()
 
     def _end_opening(self, error: RankLost) -> bool:
-        if self._run is not None or self._state is not _State.OPEN:
+        if self._run is not None or self._state != "open":
             return False
         self._fail_on_stall(error)
         return True
@@ -228,13 +215,12 @@ class Runtime:
         if self._run is not None:
             grace_s = self._run.config.watchdog.abort_grace_s
             self._run.stopped_by = reason
-            self._run.checkpointer.hurry(grace_s)
+            if self._run.positions is not None:
+                self._run.positions.hurry(_WAIT_FRACTION * grace_s)
             # On nccl a collective does not fail when another rank was stopped first and left.
-            report, text = (
-                self._run.world.lost.report,
-                f"the run was stopped by {reason} in a collective that other ranks left",
-            )
-            asyncio.get_running_loop().call_later(_COLLECTIVE_FRACTION * grace_s, report, text)
+            text = f"the run was stopped by {reason} in a collective that other ranks left"
+            wait_s, report = _COLLECTIVE_FRACTION * grace_s, self._run.world.lost.report
+            asyncio.get_running_loop().call_later(wait_s, report, text)
         self._watchdog.shutdown_deadline(reason)
 
     def saving(self) -> bool:
@@ -273,7 +259,7 @@ class Runtime:
         columns: Mapping[str, Any] | None = None,
     ) -> list[Trajectory]:
         """Sample a group of `n` completions. `prompt`: text or messages, which are tokenized as configured, or token ids.
-        Each call has a new group id, from which its random numbers are derived, so two equal calls return different completions.
+        The random numbers of a call follow from its new group id, so two equal calls return different completions.
         `rollout.retries` and `rollout.timeout_s` apply. `columns`: the columns of the prompt, for reward functions.
         Errors: GenerationError."""
         ports = self._require_open("generate").ports
@@ -344,11 +330,7 @@ class Runtime:
             self.recorder.log(metric, number)
 
     async def evaluate(
-        self,
-        play: EpisodeFunction | Callable[[Any], Awaitable[Any]],
-        prompts: Iterable[Any],
-        *,
-        name: str = "own",
+        self, play: EpisodeFunction | Callable[[Any], Awaitable[Any]], prompts: Iterable[Any], *, name: str = "own"
     ) -> dict[str, float]:
         """Evaluate an episode loop of your own, with `evaluate.samples` concurrent episodes per prompt. Returns the metrics.
         `play`: a coroutine function `episode(task, policy)`, as for `Runtime.play`; or one that gets a prompt and returns the
@@ -388,13 +370,13 @@ class Runtime:
         await run.graph.drain()
         return run.summary()
 
-    def steps(self) -> StepStream[StepReport]:
+    def steps(self) -> StepStream:
         """`async for report in rt.steps()`: all steps that are committed after this call, until the training ends."""
-        stream: StepStream[StepReport] = StepStream()
+        stream = StepStream()
         self.listen(stream)
         return stream
 
-    def listen(self, listener: Listener[StepReport]) -> None:
+    def listen(self, listener: Listener) -> None:
         """Notify `listener` of every step from now on. The Runtime keeps only a weak reference."""
         self._require_open("listen")
         self._listeners.add(listener)
@@ -440,7 +422,7 @@ class Runtime:
         return self._require_run("tokenizer").tokenizer
 
     def _require_open(self, method: str) -> OpenRun:
-        if self._state is not _State.OPEN:
+        if self._state != "open":
             raise self._misuse(method)
         return self._require_run(method)
 
@@ -451,7 +433,7 @@ class Runtime:
         return self._run
 
     def _misuse(self, method: str) -> LifecycleError:
-        state = "not open yet" if self._state is _State.OPEN else self._state.value
+        state = "not open yet" if self._state == "open" else self._state
         return LifecycleError(f"Runtime.{method}: the Runtime is {state}; use it inside `async with Runtime(...)`")
 
 
@@ -495,9 +477,3 @@ class NotebookRuntime(Runtime):
         error = None if holder.cancelled() else holder.exception()
         if error is not None and not self._close_requested.is_set():
             print(f"asyncrl: the training ended: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-
-
-def _warn_of_exit_blockers(before: Mapping[Any, str]) -> None:
-    """Warn of threads and processes that were started while the Runtime was open and that keep this process alive."""
-    if blockers := exit_blockers(before):
-        logger.warning("the Runtime is closed, but the process is kept alive by: %s", "; ".join(blockers.values()))

@@ -27,14 +27,7 @@ from asyncrl.config.schema import Config
 from asyncrl.data.prompts import PromptSource, is_prompt
 from asyncrl.data.replay import encode
 from asyncrl.distributed.world import World
-from asyncrl.errors import (
-    CheckpointError,
-    ConfigError,
-    DivergenceError,
-    RankLost,
-    StallError,
-    divergence_of,
-)
+from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, RankLost, StallError, divergence_of
 from asyncrl.pumps.pipeline import Ports
 from asyncrl.telemetry.sinks import each_row
 from asyncrl.training.snapshot import Snapshot, copy_to_host, non_finite_tensor, take_snapshot
@@ -46,8 +39,6 @@ if TYPE_CHECKING:
     from asyncrl.training.trainer import TorchTrainer
 
 StartTask: TypeAlias = Callable[..., None]  # (name, work, *arguments)
-# A stopped run waits for other ranks during this fraction of the grace period. The rest is for writing.
-_WAIT_FRACTION = 0.6
 # Bytes on disk for tokenizer, cursors and metrics, beside the tensors of a checkpoint.
 _MARGIN = 16 << 20
 
@@ -76,11 +67,6 @@ class SavedRun:
         return cls(checkpoint, max((row["step"] for row in rows if row["step"] <= checkpoint.version), default=-1))
 
     @property
-    def lines(self) -> list[str]:
-        """A sentence for the terminal with the path of the checkpoint."""
-        return [f"resume: {self.checkpoint.path}"]
-
-    @property
     def version(self) -> int:
         """The policy version of the checkpoint."""
         return int(self.checkpoint.run["version"])
@@ -96,15 +82,12 @@ class SavedRun:
         # A checkpoint of one training rank fits both kinds of run.
         if prompts["0"] is None or "1" not in prompts or (prompts["1"] is None) is one_cursor:
             return
-        kinds = (
-            "one prompt cursor for each rank",
-            "one prompt cursor for all ranks (distributed.roles, distributed.context)",
-        )
-        remedy = (
-            "without distributed.roles and distributed.context"
-            if one_cursor
-            else "with distributed.roles, so that some rank only trains or only generates, or with distributed.context"
-        )
+        kinds = ["one prompt cursor for each rank", "one prompt cursor for all ranks"]
+        remedy = "without distributed.roles and distributed.context"
+        if not one_cursor:
+            remedy = (
+                "with distributed.roles, so that some rank only trains or only generates, or with distributed.context"
+            )
         raise CheckpointError(
             f"resume=true: the checkpoint has {kinds[not one_cursor]}, and this run has {kinds[one_cursor]}; resume it {remedy}"
         )
@@ -256,27 +239,8 @@ class Checkpointer:
             self._idle = anyio.Event()
             start("checkpoint", self._write, captured)
 
-    def hurry(self, grace_s: float) -> None:
-        """Shorten all waits for other ranks, which may be dead: the run is being stopped and has `grace_s` seconds to end."""
-        if self._positions is not None:
-            self._positions.hurry(_WAIT_FRACTION * grace_s)
-
-    async def leave(self, version: int, stopped_by: str | None) -> tuple[str | None, list[int]]:
-        """Call when a run of several ranks ends early, before this rank closes its connections. Returns the name of the signal that
-        stopped another rank, or None, and the ranks that seem to be lost. `stopped_by`: the signal that stopped this rank."""
-        if self._positions is None:
-            return None, []
-        early_ends, lost = await self._positions.leave(version, stopped_by)
-        stop_signal = next((end.stopped_by for end in early_ends.values() if end.stopped_by), None)
-        return stop_signal, [self._world.roles.train[index] for index in lost]
-
     async def at_end(
-        self,
-        version: int,
-        state: RankState,
-        error: BaseException | None,
-        stopped: bool,
-        note: Callable[[str], None],
+        self, version: int, state: RankState, error: BaseException | None, stopped: bool, note: Callable[[str], None]
     ) -> None:
         """Write the last checkpoint, if `final_due`. Call after all pumps have ended, while no checkpoint is being written.
         `error`: the error that ended the run. If the weights are not finite, or the run diverged, `error` or the DivergenceError
@@ -473,5 +437,5 @@ class Checkpointer:
         if buffer is not None and replay is not None:
             await offload(lambda: buffer.load(replay), "replay")
         if self._positions is not None:
-            self._positions.start(saved.positions())
+            self._positions.resumed = saved.positions()
         self._saved_version = saved.version

@@ -157,6 +157,7 @@ def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
     config, context = run.config, row_limit(run.config)
     routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
     vllm = config.generation.engine == "vllm"
+    embedded = {"rest": describe_extras(policy), "stop_ids": eos_token_ids(policy.module, run.tokenizer)}
     return {
         "device": run.decided.device.type,
         "path": asdict(policy.path),
@@ -166,7 +167,7 @@ def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
         "vocabulary": int(policy.config.get_text_config().vocab_size),
         "routes": None if routes is None else astuple(routes),
         "lora": policy.lora and policy.lora.describe(),
-        "form": _vllm_form(policy, run.tokenizer, context, routes) if vllm else _embedded_form(policy, run.tokenizer),
+        "form": _vllm_form(policy, run.tokenizer, context, routes) if vllm else embedded,
     }
 
 
@@ -231,11 +232,6 @@ async def _open_engine(run: OpenRun, engine: WorkerEngine) -> None:
     await run.stack.enter_async_context(engine)
     with run.recorder.wait("runtime", "the workers", on="their models", cause="start"):
         await engine.wait_until_serving()
-
-
-def _embedded_form(policy: PolicyModel, tokenizer: Any) -> dict[str, Any]:
-    """The description of the model, without its weights, that the embedded engine needs, in JSON types."""
-    return {"rest": describe_extras(policy), "stop_ids": eos_token_ids(policy.module, tokenizer)}
 
 
 def _vllm_form(policy: PolicyModel, tokenizer: Any, context: int, routes: RoutesShape | None) -> dict[str, Any]:

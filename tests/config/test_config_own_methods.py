@@ -20,8 +20,7 @@ from asyncrl.config.methods import flat_values
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config, schema_of
 from asyncrl.errors import ConfigError
-from asyncrl.runtime.inputs import check_inputs
-from asyncrl.runtime.method_trial import try_loss
+from asyncrl.runtime.inputs import check_inputs, try_loss
 
 OTHERS = '''
 import sys

@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.main import main
-from asyncrl.runtime.cards import GIB, AssumedCards
+from asyncrl.runtime.placement import GIB, AssumedCards
 from asyncrl.runtime.plan import plan
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

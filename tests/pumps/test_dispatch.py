@@ -132,7 +132,7 @@ async def test_a_rank_that_joins_learns_what_was_told_and_is_asked_once_it_gener
         return [Sample(row, 0, 1.0, {}, {}, 1) for row in rows]
 
     async with connected(1, play=play) as ranks:
-        await ranks.dispatch.send_version(4)
+        await ranks.dispatch.update_weights(4)
         await ranks.dispatch.send_trained()
         client = LineClient(ranks.server.address, "the secret of a test", "rank 7")
         newcomer = Remote(client, joins=True)
@@ -374,7 +374,7 @@ async def test_a_rank_reports_in_time_also_if_the_watchdog_looks_seldom() -> Non
 async def test_ranks_hear_of_the_end() -> None:
     async with connected(1) as ranks:
         remote = ranks.remote(1)
-        await ranks.dispatch.send_version(4)
+        await ranks.dispatch.update_weights(4)
         assert await remote.wait_sent_version(3) == 4
         await ranks.dispatch.send_trained()
         await remote.trained.wait()

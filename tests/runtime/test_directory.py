@@ -45,9 +45,8 @@ from asyncrl.config.load import load_config
 from asyncrl.distributed import launcher
 from asyncrl.errors import ConfigError, DirectoryLost, LifecycleError
 from asyncrl.main import main
-from asyncrl.runtime.directory import RunDirectory
-from asyncrl.runtime.lock import DirectoryLock
-from asyncrl.runtime.plan import print_plan
+from asyncrl.runtime.directory import DirectoryLock, RunDirectory
+from asyncrl.runtime.plan import plan
 from asyncrl.runtime.runtime import Runtime
 from asyncrl.telemetry.sinks import read_jsonl
 
@@ -159,8 +158,8 @@ async def test_a_restart_of_the_same_job_goes_on_and_moves_nothing_aside(
         for name, value in started_by("torchrun", number, tmp_path).items():
             monkeypatch.setenv(name, value)
         if number == 2:
-            await anyio.to_thread.run_sync(print_plan, config_of(tmp_path, base=tree))
-            assert "restart 2 of this job by torchrun" in capsys.readouterr().out
+            planned = await anyio.to_thread.run_sync(plan, config_of(tmp_path, base=tree))
+            assert "restart 2 of this job by torchrun" in planned
         with contextlib.suppress(Crash):
             async with Runtime(config_of(tmp_path, base=tree)) as runtime, anyio.create_task_group() as tasks:
                 tasks.start_soon(runtime.run)
@@ -200,17 +199,16 @@ def test_a_file_in_its_place_or_a_directory_that_cannot_be_written_is_one_senten
     for place in (here / "runs", here / "runs/run"):
         place.parent.mkdir(exist_ok=True)
         place.write_text("mine")
-        for more in ([], ["resume=true"], ["--dry-run"]):
+        for more in ([], ["resume=true"]):
             assert main([file, *more]) == 2
             error = capsys.readouterr().err
             assert "Traceback" not in error
             assert "there is a file where a directory is needed" in error or "holds no run" in error
         assert place.read_text() == "mine"
         place.unlink()
-    for more in ([], ["--dry-run"]):
-        assert main([file, "run.dir=/sys/asyncrl", *more]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and "the run directory /sys/asyncrl/run cannot be used: " in error
+    assert main([file, "run.dir=/sys/asyncrl"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "the run directory /sys/asyncrl/run cannot be used: " in error
 
 
 def limited(folder: Path, tree: dict[str, Any], largest: int, *overrides: str) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -22,7 +21,8 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.pipeline import StepReport
-from asyncrl.runtime.performance import DeviceRates, StepProfiler, measure_rates, needed_flop, stated_peak
+from asyncrl.runtime.performance import StepProfiler, needed_flop, stated_peak
+from asyncrl.runtime.runtime import Runtime
 from asyncrl.types import FinishReason, Group, Prompt, StepResult, Ticket, Trajectory
 
 EVALUATED: dict[str, Any] = {
@@ -58,35 +58,7 @@ def test_a_tool_that_listens_to_nvtx_hears_every_stage_by_its_documented_name(tm
     assert counts["publish"] == 3 and counts["rollout"] >= 3 * 4 * 4  # three steps of four groups of four
 
 
-# sync: else a step may be trained before the profile of it begins, which is where the version before is published.
 PROFILED = ("preset=sync", "telemetry.live=plain", "telemetry.profile.from=2")
-
-
-def optimizer_steps(profile: Path) -> int:
-    events = json.loads(profile.read_text())["traceEvents"]
-    assert any(event.get("name") == "aten::mm" for event in events)
-    return sum(event.get("name", "").startswith("Optimizer.step#") and event.get("ph") == "X" for event in events)
-
-
-async def test_the_operators_of_the_named_steps_lie_in_the_run_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    await train(tmp_path, *PROFILED, "train.max_steps=4", "telemetry.profile.steps=2")
-    assert optimizer_steps(tmp_path / "runs/run/profile/rank_0.json") == 2
-    assert "steps 2 to 3, until version 3, to" in capsys.readouterr().out
-
-
-async def test_a_run_that_ends_inside_of_the_steps_keeps_what_was_recorded(tmp_path: Path) -> None:
-    await train(tmp_path, *PROFILED, "train.max_steps=2", "telemetry.profile.steps=100")
-    assert optimizer_steps(tmp_path / "runs/run/profile/rank_0.json") == 1
-
-
-async def test_steps_that_the_run_does_not_have_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    await train(tmp_path, *PROFILED, "train.max_steps=1", "telemetry.profile.from=9")
-    assert "nothing was profiled: the run ended at version 1 and had none of steps 9 to 9" in capsys.readouterr().out
-    await train(tmp_path, *PROFILED, "train.max_steps=2", "telemetry.profile.from=1", "resume=true")
-    assert "ended at version 2 and had none of steps 1 to 1" in capsys.readouterr().out
-    assert not (tmp_path / "runs/run/profile").exists()
 
 
 @pytest.mark.parametrize(("ends_at", "said"), [(9, "version 3"), (2, "version 2")])
@@ -110,8 +82,8 @@ async def test_on_a_gpu_the_range_of_the_profiler_api_is_opened_and_closed_on_th
     monkeypatch.setattr(torch.cuda.profiler, "stop", heard("stop"))
     notes: list[str] = []
     config = config_of(tmp_path, *PROFILED, "telemetry.profile.steps=2")
-    async with ThreadLane("gpu") as lane:  # write=False is fine there: nothing is written
-        profiler = StepProfiler(config, lane, torch.device("cuda", 0), None, 0, notes.append)
+    async with ThreadLane("gpu") as lane:
+        profiler = StepProfiler(config, lane, torch.device("cuda", 0), notes.append)
         for version in range(ends_at):
             called.append(str(version))
             await profiler.at(version)
@@ -123,11 +95,16 @@ async def test_on_a_gpu_the_range_of_the_profiler_api_is_opened_and_closed_on_th
     assert notes == [f"telemetry.profile: the range of the CUDA profiler API is closed at {said}"]
 
 
-async def test_where_there_is_nothing_to_profile_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a dry run has no device"):
-        await train(tmp_path, *PROFILED, base=DRY, prompts=[{"prompt": "a"}], write=False)
-    with pytest.raises(ConfigError, match="write=False has none"):
-        await train(tmp_path, *PROFILED, write=False)
+async def test_where_there_is_nothing_to_profile_it_is_said(tmp_path: Path) -> None:
+    for base, prompts in ((DRY, [{"prompt": "a"}]), (REAL, None)):
+        with pytest.raises(ConfigError, match="this run computes on no GPU"):
+            await train(tmp_path, *PROFILED, base=base, prompts=prompts, write=False)
+    notes: list[str] = []
+    async with ThreadLane("gpu") as lane:
+        profiler = StepProfiler(config_of(tmp_path, *PROFILED), lane, torch.device("cuda", 0), notes.append)
+        await profiler.at(0)
+        await profiler.close(0)
+    assert notes == ["telemetry.profile: nothing was profiled: the run ended at version 0 and had none of steps 2 to 2"]
 
 
 BODY, HEAD, PROMPT = 1000, 300, 5
@@ -179,13 +156,12 @@ def test_more_passes_where_the_algorithm_asks_for_them(overrides: list[str], pas
     assert needed(*overrides, steps=steps) == passes * (BODY * (PROMPT + 4) + HEAD * 4)
 
 
-def test_shares_of_what_was_reached_and_of_what_the_maker_states() -> None:
-    assert DeviceRates(gemm=4e9, peak=8e9).shares(2e9, 1.0) == {"perf/limit_share": 0.5, "perf/mfu": 0.25}
-
-
-def test_a_cpu_is_measured() -> None:
-    rates = measure_rates(torch.device("cpu"), torch.float32)
-    assert 1e8 < rates.gemm < 1e15 and rates.peak == rates.gemm
+async def test_a_step_tells_its_share_of_the_peak(tmp_path: Path) -> None:
+    async with Runtime(config_of(tmp_path, "train.max_steps=1"), write=False) as runtime:
+        runtime.built.peak_flops = 1e20
+        reports = runtime.steps()
+        await runtime.run()
+        assert 0 < (await anext(reports)).metrics["perf/mfu"] < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -378,21 +378,6 @@ async def test_a_pump_that_fails_cancels_the_block_and_its_error_comes_out(tmp_p
     assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
 
 
-async def test_an_embedding_programs_process_is_not_ended_and_what_is_left_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    left = threading.Event()
-    threads = [threading.Thread(target=left.wait, name=name) for name in ("of the program", "of a library")]
-    threads[0].start()
-    try:
-        async with Runtime(embedded(tmp_path, DRY), write=False):
-            threads[1].start()
-    finally:
-        left.set()
-    [said] = [each.getMessage() for each in caplog.records]
-    assert "thread 'of a library' in threading.py" in said and "of the program" not in said
-
-
 class Broken(Exception):
     pass
 

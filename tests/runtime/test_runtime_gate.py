@@ -100,11 +100,12 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_weights_near_zero_hide_nothing() -> None:
     """A model of the scale of random weights, where a lost layer moves no log-prob: the probe's are of a size that shows."""
     model = llama(initializer_range=1e-6)
-    with_layers_off = Trial(build_probe(model))
-    lost = PolicyModel(copy.deepcopy(with_layers_off.probe), path=PACKED)
+    probe = build_probe(model)
+    lost = PolicyModel(copy.deepcopy(probe), path=PACKED)
+    with_layers_off = Trial(probe)
     for layer in lost.module.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
-    assert float((with_layers_off._train(lost) - with_layers_off.eager(row_by_row=True)[0]).abs().max()) > 0.1
+    assert float((with_layers_off._train(lost) - with_layers_off.logp_S).abs().max()) > 0.1
 
 
 # -- refused ------------------------------------------------------------------------------------------------------------
@@ -161,7 +162,9 @@ class MixingModel(LlamaModel):
 
 
 @pytest.mark.parametrize("batches", [True, False])
-def test_rows_alone_have_the_last_word(monkeypatch: pytest.MonkeyPatch, batches: bool) -> None:
+def test_a_class_that_mixes_the_rows_of_a_batch_is_compared_by_rows_alone(
+    monkeypatch: pytest.MonkeyPatch, batches: bool
+) -> None:
     monkeypatch.setattr(MixingModel, "batches", batches)
     model = around(MixingModel, LlamaForCausalLM)
     for paths, taken in (((FUSED, PACKED), FUSED), (PLAIN, PLAIN[2])):

@@ -25,10 +25,9 @@ from asyncrl.models.paths import FUSED, PACKED, PATHS, PLAIN
 from asyncrl.models.reward_model import predict_sizes
 from asyncrl.runtime import memory
 from asyncrl.runtime.build import ByteTokenizer
-from asyncrl.runtime.cards import GIB, Cards
 from asyncrl.runtime.inputs import measure_prompts
 from asyncrl.runtime.memory import Cut, cut_model, kv_positions, predicted
-from asyncrl.runtime.placement import Placement
+from asyncrl.runtime.placement import GIB, Cards, Placement
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.runtime import Runtime
 

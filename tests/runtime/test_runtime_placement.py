@@ -19,10 +19,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.generation.vllm import versions
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.policy import DTYPES
-from asyncrl.runtime.cards import AssumedCards, Cards
 from asyncrl.runtime.decided import decide
 from asyncrl.runtime.memory import fit_card, predicted, worker_parts
-from asyncrl.runtime.placement import Placement, choose_engine, place
+from asyncrl.runtime.placement import AssumedCards, Cards, Placement, choose_engine, place
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.progress import Stages
 from asyncrl.runtime.runtime import Runtime

@@ -73,7 +73,7 @@ async def test_of_a_rank_that_was_never_heard_of_there_is_no_checkpoint_but_afte
         words = r"version 1 was not written: .*waited for \[3\]: nothing came for 0.\d s"
         with pytest.raises(CheckpointError, match=words):
             await first.gather(1, whole(10), sharded=False, wait_s=0.05)
-        first.start({0: at(4), 1: at(5)})
+        first.resumed = {0: at(4), 1: at(5)}
         with anyio.fail_after(GATHER_TIMEOUT_S / 2):  # 0 is no wait, and not the usual one
             assert await first.gather(1, whole(10), sharded=False, wait_s=0.0) == ([whole(10), whole(5)], [1])
 
@@ -230,7 +230,7 @@ async def test_a_rank_that_does_not_come_makes_no_noise(capfd: pytest.CaptureFix
         ({"0": {}}, True, None),
         ({"0": {}}, False, None),
         ({"0": None, "1": None}, False, None),
-        ({"0": {}, "1": None}, False, "has one prompt cursor for all ranks .* resume it with distributed.roles"),
+        ({"0": {}, "1": None}, False, "has one prompt cursor for all ranks.* resume it with distributed.roles"),
         ({"0": {}, "1": {}}, True, "has one prompt cursor for each rank.* resume it without distributed.roles"),
     ],
 )

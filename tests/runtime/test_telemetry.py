@@ -67,7 +67,7 @@ NAMES = [
     "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "frac_reward_zero_std",
     "completions/mean_length", "completions/min_length", "completions/max_length",
     "completions/trained_mean_length", "completions/clipped_ratio", "staleness/mean", "staleness/max",
-    "staleness/dropped", "perf/tokens_per_s", "perf/mfu", "perf/limit_share", "perf/peak_memory_gib", "time/step",
+    "staleness/dropped", "perf/tokens_per_s", "perf/peak_memory_gib", "time/step",
     "time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync", "queue/slots/depth",
     "queue/stash/depth", "queue/groups/depth", "queue/scoring/depth", "queue/publications/depth", "loop/lag_ms_p99",
     "loop/lag_ms_p99_run", "optim/grad_norm", "optim/lr", "idle/unexplained", "loss", "train/tokens",
@@ -129,8 +129,6 @@ def test_the_wall_time_is_explained(finished: tuple[Path, RunSummary]) -> None:
     for line in metrics_of(run)[1:]:
         shares = [value for name, value in line.items() if name.startswith(("busy/", "idle/"))]
         assert sum(shares) == pytest.approx(1)
-        assert 0 < line["perf/limit_share"] < 1
-        assert line["perf/mfu"] == line["perf/limit_share"], "a CPU has no stated peak but what it reached"
         assert line["perf/peak_memory_gib"] > 0.05
 
 

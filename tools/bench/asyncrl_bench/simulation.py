@@ -44,8 +44,7 @@ from asyncrl.pumps.follow import EngineVersion, Remote
 from asyncrl.pumps.graph import Graph, RoleParts
 from asyncrl.pumps.pipeline import Ports, StepReport
 from asyncrl.pumps.travel import KIND, Arrivals, Departures
-from asyncrl.runtime.absent import Absent
-from asyncrl.runtime.build import ByteTokenizer
+from asyncrl.runtime.build import Absent, ByteTokenizer
 from asyncrl.telemetry.budget import lane_budget
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.training.dry_run import DryRunTrainer
