@@ -131,7 +131,7 @@ def local_rings(config: Config, world: World) -> list[str]:
 def ring_of(config: Config) -> RecordRing:
     """The ring of this rank with the sizes of `door.*`, not open yet: use `async with`. Errors: ConfigError."""
     door = config.door
-    sizes = RingSettings(size=door.ring_mib << 20, slots=door.producer_records, ring_bytes=door.producer_mib << 20)
+    sizes = RingSettings(door.ring_mib << 20, door.producer_records, door.producer_mib << 20)
     return RecordRing(ring_name(config, World.from_env().rank), sizes)
 
 
@@ -145,13 +145,13 @@ async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics |
     ring.recorder = runtime.recorder
     # The Runtime has only a weak reference to `door`. The ring keeps `door` alive as long as this callback is set.
     ring.on_producer_end = door.producer_gone
-    for line in ring.damage.lines:  # found at the opening
+    for line in ring.damage:  # found at the opening
         runtime.note(line)
-    ring.damage.listener = runtime.note
+    ring.on_damage = runtime.note
     runtime.listen(door)
     try:
         await door.run()
     finally:
         # The ring may outlive the Runtime.
-        ring.damage.listener = ring.on_producer_end = None
+        ring.on_damage = ring.on_producer_end = None
     return counts

@@ -24,7 +24,7 @@ from asyncrl.transport.rings.types import Delivery, RingSettings
 
 M = -100
 TERMS = ServedTerms("one", batch_size=8, limits=Limits(longest=600, vocabulary=1000), steps=None, checkpoint_dir="/c")
-TWO_GROUPS = RingSettings(size=1 << 20, slots=2, ring_bytes=1 << 16)
+TWO_GROUPS = RingSettings(total_bytes=1 << 20, slots=2, payload_bytes=1 << 16)
 
 
 def group(*first: int, **changes: Any) -> dict[str, Any]:

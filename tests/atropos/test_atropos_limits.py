@@ -332,7 +332,7 @@ async def test_a_large_group_is_taken(name: str) -> None:
     ids = [5] + [7] * 599
     members = {"tokens": [ids] * 40, "masks": [[-100, *ids[1:]]] * 40, "scores": [0.5] * 40, "inference_logprobs": None}
     members["messages"] = [[{"role": "user", "content": '\\"[{' * 500}]] * 40
-    async with opened(name, RingSettings(size=1 << 23, slots=2, ring_bytes=1 << 22)) as s:
+    async with opened(name, RingSettings(total_bytes=1 << 23, slots=2, payload_bytes=1 << 22)) as s:
         code, reply = await s.post("/scored_data", {**members, "code": 1, "status": 3})
         assert (code, reply["groups_processed"]) == (200, 1), reply
         delivery, found = await s.next()

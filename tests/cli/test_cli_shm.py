@@ -80,7 +80,7 @@ def test_what_is_owned_is_listed_and_not_cleared_and_a_dead_owners_is(
 
 def test_accepted_records_are_not_cleared_without_a_word(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     async def leave_one() -> None:
-        async with RecordRing(name, RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)) as ring:
+        async with RecordRing(name, RingSettings(total_bytes=1 << 20, slots=8, payload_bytes=1 << 16)) as ring:
             async with await AsyncClient.attach(name) as client:
                 await client.push(0, [Scored([1, 2], prompt_length=1)])
                 await client.push(1, [Scored([1, 2], prompt_length=1)])

@@ -28,7 +28,7 @@ from asyncrl.types import FinishReason
 ROOT = Path(__file__).resolve().parents[2]
 DEEP = functools.reduce(lambda inner, _: [inner], range(5000), "deep")
 NESTED = functools.reduce(lambda inner, _: [inner], range(900), "deep")
-SMALL = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)
+SMALL = RingSettings(total_bytes=1 << 20, slots=8, payload_bytes=1 << 16)
 
 
 @pytest.fixture

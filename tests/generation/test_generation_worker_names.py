@@ -38,7 +38,7 @@ def put(name):
 
 async def main(user_ring):
     weights = segment.Segment.create(segment_name(), 4096)
-    async with RecordRing(user_ring, RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 14)) as ring:
+    async with RecordRing(user_ring, RingSettings(total_bytes=1 << 20, slots=8, payload_bytes=1 << 14)) as ring:
         await asyncio.to_thread(put, user_ring)
         assert (await ring.get()).record  # one that was taken, and one that was not
         print(weights.name, flush=True)

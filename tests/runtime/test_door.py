@@ -33,7 +33,7 @@ from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
 from asyncrl.types import FinishReason, Trajectory
 
-RING = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)
+RING = RingSettings(total_bytes=1 << 20, slots=8, payload_bytes=1 << 16)
 HALF_A_GROUP = """
 import os, signal, sys
 from asyncrl.client import Client, Scored
@@ -150,7 +150,7 @@ async def test_an_incomplete_group_that_is_too_old_for_any_step_ends(tmp_path: P
 
 async def test_a_producer_that_is_faster_than_the_training_waits_at_its_full_ring(tmp_path: Path, name: str) -> None:
     """It must not push, and be dropped, as fast as the loop can read: that takes the time of the very step it waits for."""
-    four = RingSettings(size=1 << 20, slots=4, ring_bytes=1 << 16)
+    four = RingSettings(total_bytes=1 << 20, slots=4, payload_bytes=1 << 16)
     async with fed(tmp_path, name, "rollout.max_staleness=0", ring=four) as f:
         trainer, over = f.runtime.built.ports.trainer, anyio.Event()
         finish = trainer.finish_train_step
@@ -214,7 +214,9 @@ async def test_what_a_record_holds_lies_in_the_ring_until_it_is_packed(tmp_path:
 async def test_groups_that_are_filtered_out_free_a_full_ring(tmp_path: Path, name: str) -> None:
     """No step comes between them: their release may not wait for one."""
     overrides = ("rollout.filter.dynamic_sampling=true", "rollout.filter.max_refills=100", "rollout.max_staleness=0")
-    async with fed(tmp_path, name, *overrides, ring=RingSettings(size=1 << 20, slots=2, ring_bytes=1 << 16)) as f:
+    async with fed(
+        tmp_path, name, *overrides, ring=RingSettings(total_bytes=1 << 20, slots=2, payload_bytes=1 << 16)
+    ) as f:
         reports = f.runtime.steps()
         async with await AsyncClient.attach(name) as client:
             for group in range(12):

@@ -140,7 +140,7 @@ async def test_groups_of_other_processes_need_their_routes(tmp_path: Path) -> No
         "member 0: routed_experts: token 0, layer 0: the choice [3, 3] names an expert twice": np.full_like(routes, 3),
     }
     async with (
-        RecordRing(name, RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)) as ring,
+        RecordRing(name, RingSettings(total_bytes=1 << 20, slots=8, payload_bytes=1 << 16)) as ring,
         Runtime(config, write=False) as runtime,
         anyio.create_task_group() as tasks,
     ):

@@ -30,7 +30,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 from asyncrl.atropos.door import AtroposDoor, serve  # noqa: E402
 from asyncrl.http.access import Address  # noqa: E402
 
-RING = RingSettings(size=1 << 20, slots=16, ring_bytes=1 << 16)
+RING = RingSettings(total_bytes=1 << 20, slots=16, payload_bytes=1 << 16)
 ENVIRONMENT = ROOT / "examples" / "atropos_env.py"
 # An interpreter that has atroposlib; it is heavy, so tools/atropos_step.py gives it an environment of its own.
 ATROPOS = os.environ.get("ATROPOS_PYTHON") or (sys.executable if importlib.util.find_spec("atroposlib") else None)

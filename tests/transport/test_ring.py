@@ -194,7 +194,7 @@ async def test_strangers_at_the_door_are_told_why(name: str) -> None:
 
 @both_loops
 async def test_no_room_for_one_more_producer_is_said(name: str) -> None:
-    async with pair(name, RingSettings(size=100_000, slots=8, ring_bytes=1 << 16)):
+    async with pair(name, RingSettings(total_bytes=100_000, slots=8, payload_bytes=1 << 16)):
         with pytest.raises(RingDetached, match=r"no room for one more producer: 1 have a ring.*door.ring_mib"):
             await AsyncProducer.attach(name)
 
@@ -321,7 +321,7 @@ async def test_a_producer_is_not_carried_over_a_fork(name: str) -> None:
         if pid == 0:
             code = 1
             try:
-                producer._core.check()
+                producer.check()
             except LifecycleError:
                 code = 0
             finally:

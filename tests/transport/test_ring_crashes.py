@@ -23,7 +23,7 @@ from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.ring import RingMemory, RingReader, RingWriter, format_ring, ring_bytes
 from asyncrl.transport.rings.types import RingSettings
 
-SETTINGS = RingSettings(size=8 << 20, slots=8, ring_bytes=1 << 14)
+SETTINGS = RingSettings(total_bytes=8 << 20, slots=8, payload_bytes=1 << 14)
 
 ARM = """
 import json, os, signal, sys
@@ -228,7 +228,7 @@ PLACES: list[tuple[str, int]] = [
 def test_an_owner_killed_at_every_store_of_its_life(name: str, tmp_path: Path) -> None:
     """Every owner lives until all groups put so far are trained; each but the last is killed at one place."""
     log = tmp_path / "trained"
-    settings = {"size": 1 << 20, "slots": 8, "ring_bytes": 1 << 14}
+    settings = {"total_bytes": 1 << 20, "slots": 8, "payload_bytes": 1 << 14}
     process = child(OWNERS, name, str(log), json.dumps(settings), json.dumps(PLACES))
     rounds = threading.Semaphore(1)
     failed: list[BaseException] = []

@@ -64,10 +64,10 @@ def taken_by_the_next_owner(name: str) -> tuple[list[int], list[str]]:
                 while True:
                     taken.append(ring.get_nowait())
             assert all(whole(delivery.record) for delivery in taken)
-            assert ring.statistics().damaged == len(ring.damage.lines)
+            assert ring.statistics().damaged == len(ring.damage)
             for delivery in taken:
                 delivery.release()
-            return groups(taken), list(ring.damage.lines)
+            return groups(taken), list(ring.damage)
 
     return asyncio.run(own())
 
@@ -108,7 +108,7 @@ def test_a_name_whose_header_is_damaged_costs_no_record(name: str, capsys: pytes
 async def test_a_ring_that_is_damaged_while_it_is_used_is_set_aside_and_its_producer_gets_another(name: str) -> None:
     async with RecordRing(name, SMALL) as ring:
         heard: list[str] = []
-        ring.damage.listener = heard.append
+        ring.on_damage = heard.append
         first, second = await AsyncProducer.attach(name), await AsyncProducer.attach(name)
         await first.put(planned(0))
         held = await ring.get()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from asyncrl.errors import ArenaOwned, RingDetached, RingFull, TransportError
 from asyncrl.transport.rings import producer as producer_module
 from asyncrl.transport.rings.producer import AsyncProducer, Producer
 from asyncrl.transport.rings.record_ring import RecordRing
+from asyncrl.transport.rings.waits import run_blocking
 
 
 @both_loops
@@ -136,7 +138,7 @@ async def test_a_record_that_is_stored_while_the_intake_ends_is_left_to_the_next
         producer = await AsyncProducer.attach(name)
         (link,) = ring._links.values()
         await producer.put(planned(0))
-        writer, seal = producer._core._writer, link.segment.seal
+        writer, seal = producer._writer, link.segment.seal
         assert writer is not None
 
         def late() -> None:
@@ -268,7 +270,7 @@ async def test_the_next_owner_hears_of_a_put_that_took_the_last_one_for_alive(na
 def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_record(
     name: str, synchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = producer_module._attach_once, []
+    real, calls = producer_module.ProducerCore.try_attach, []
 
     def late(core: Any, deadline: float) -> Any:
         calls.append(core)
@@ -280,9 +282,11 @@ def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_recor
         async with RecordRing(name, SMALL) as ring:
             for _ in range(2):
                 (await ring.get()).release()
-            monkeypatch.setattr(producer_module, "_attach_once", late)
+            monkeypatch.setattr(producer_module.ProducerCore, "try_attach", late)
             if synchronous:
-                await asyncio.to_thread(Producer(producer._core).put, planned(1))
+                blocking = Producer(name)
+                vars(blocking).update({key: value for key, value in vars(producer).items() if key != "_lock"})
+                await asyncio.to_thread(blocking.put, planned(1))
             else:
                 await producer.put(planned(1))
             with anyio.fail_after(10):
@@ -347,7 +351,7 @@ from asyncrl.errors import RingFull
 PRODUCERS = 2
 
 async def consume():
-    async with RecordRing(sys.argv[1], RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)) as ring:
+    async with RecordRing(sys.argv[1], RingSettings(total_bytes=1 << 20, slots=8, payload_bytes=1 << 16)) as ring:
         print("ready", flush=True)
         threading.Thread(target=lambda: (sys.stdin.readline(), loop.call_soon_threadsafe(stop.set))).start()
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -478,12 +482,14 @@ def test_time_in_which_a_job_was_suspended_is_not_time_of_a_put(
         try_put=lambda plan, ownerless: need,
         timeout_error=lambda plan, timeout: RingFull("late"),
     )
-    steps, answer = producer_module._complete_put(core, None, need, now + 5.0, 5.0), None  # type: ignore[arg-type]
+
+    class Waits(producer_module.ThreadWaits):
+        @staticmethod
+        async def readable(fds: Sequence[int], seconds: float) -> None:
+            nonlocal now, waits
+            waits += 1
+            now += 100.0 if waits == 3 else 0.2
+
     with pytest.raises(RingFull):
-        while True:
-            step = steps.send(answer)
-            answer = None
-            if not isinstance(step, producer_module.Call):
-                waits += 1
-                now += 100.0 if waits == 3 else 0.2
+        run_blocking(producer_module._complete_put(core, Waits, None, need, now + 5.0, 5.0))  # type: ignore[arg-type]
     assert 24 <= waits <= 26

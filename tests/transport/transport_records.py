@@ -91,7 +91,7 @@ def written(plan: Plan, *, sequence: int = 0) -> bytes:
     return bytes(buffer)
 
 
-SMALL = RingSettings(size=1 << 20, slots=8, ring_bytes=1 << 16)
+SMALL = RingSettings(total_bytes=1 << 20, slots=8, payload_bytes=1 << 16)
 # A process that owns a ring with these settings until it is killed.
 OWNER = """
 import asyncio, sys

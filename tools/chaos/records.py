@@ -52,7 +52,7 @@ from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
 
 MODEL = ROOT / "tests" / "runtime" / "runtime_model.py"
-RING = RingSettings(size=64 << 20, slots=32, ring_bytes=1 << 20)
+RING = RingSettings(total_bytes=64 << 20, slots=32, payload_bytes=1 << 20)
 EPOCH = 1
 NO = (400, 413, 415, 422)  # what a refusal may be
 PATIENCE = 120.0  # seconds for what must happen in the end

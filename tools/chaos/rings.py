@@ -43,7 +43,7 @@ from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.ring import RingMemory, RingReader
 from asyncrl.transport.rings.types import RingSettings
 
-SETTINGS = RingSettings(size=1 << 18, slots=8, ring_bytes=1 << 14)
+SETTINGS = RingSettings(total_bytes=1 << 18, slots=8, payload_bytes=1 << 14)
 RECORDS = 5  # of each producer
 RINGS = 3
 OPENED, FAILED, SURVIVED = 0, 3, 4  # exit codes of a child that tries; the last: opened although something was broken

@@ -36,7 +36,7 @@ from asyncrl.transport.rings.producer import Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import Delivery, RingSettings
 
-SETTINGS = RingSettings(size=64 << 20, slots=64, ring_bytes=1 << 20)
+SETTINGS = RingSettings(total_bytes=64 << 20, slots=64, payload_bytes=1 << 20)
 DEADLINE = 2.0  # seconds a put waits for room
 PATIENCE = 240  # seconds for whatever must happen in the end, on a machine that does other things too
 STORES = 40  # crash points in about two puts

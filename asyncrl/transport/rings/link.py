@@ -54,15 +54,6 @@ class Link:
         """Write the policy version for the producer to read. The word is version + 1, because 0 stands for no version."""
         self.memory.owner.store(1, version + 1)
 
-    def holds_records(self) -> bool:
-        """Whether the ring has unreleased or lost records. Call this method after the producer's last put."""
-        return bool(self.reader.poll() or self.reader.outstanding or self.reader.lost)
-
-    @property
-    def process_hidden(self) -> bool:
-        """Whether the producer is in another pid namespace. Then only the end of the connection shows the producer's end."""
-        return self.memory.pid == 0
-
     @property
     def closed_in_order(self) -> bool:
         """Whether the producer closed its ring itself."""
@@ -105,11 +96,6 @@ class Link:
             loop.remove_reader(self.connection.fileno())
             self.connection.close()
             self.connection = None
-
-    def mark_dead(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Note that the producer's process has ended, and close the descriptors."""
-        self.dead = True
-        self.close_descriptors(loop)
 
     def close_descriptors(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close the pidfd, the connection and the eventfd. Records in the ring can still be taken and released."""

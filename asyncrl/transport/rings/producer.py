@@ -33,7 +33,7 @@ from ..memory.segment import Segment, path_of
 from ..memory.words import fault
 from ..rendezvous import Attachment
 from .ring import RingMemory, RingWriter
-from .waits import SLICE_S, Call, Pause, Readable, Waits, block, stopped_s, wait
+from .waits import SLICE_S, LoopWaits, ThreadWaits, Waits, run_blocking, stopped_s
 
 
 class Need(Enum):
@@ -59,10 +59,11 @@ class ProducerStatistics:
 
 
 class ProducerCore:
-    """The protocol without waits: one try to attach, one try to put. Not thread-safe: its users hold a lock."""
+    """Base of both producers: everything but the waits. A subclass holds its lock during calls."""
 
     def __init__(self, name: str) -> None:
-        path_of(name)  # raises for an invalid name
+        """Not attached yet. Errors: ConfigError for an invalid name."""
+        path_of(name)
         self.name = name
         self.identity = secrets.token_bytes(16)
         self.closed = False
@@ -88,18 +89,21 @@ class ProducerCore:
         """Try to attach once. Returns None if the ring has no owner. Errors: RingDetached if the owner refuses."""
         self.check()
         self._detach()
-        segment = Segment.attach(self.name)
         try:
-            attachment = rendezvous.attach(segment, self.identity, deadline)
-        finally:
-            segment.close(unlink=False)
-        if attachment is None:
+            segment = Segment.attach(self.name)
+            try:
+                attachment = rendezvous.attach(segment, self.identity, deadline)
+            finally:
+                segment.close(unlink=False)
+            if attachment is None:
+                return None
+            try:
+                self._open_ring(attachment.ring)
+            except BaseException:
+                attachment.close()
+                raise
+        except FileNotFoundError:  # of the name, or of the ring if its owner has just ended
             return None
-        try:
-            self._open_ring(attachment.ring)
-        except BaseException:
-            attachment.close()
-            raise
         self._attachment = attachment
         self._end_raised = False
         self.unnotified = False  # an owner polls the ring when it accepts the producer
@@ -152,7 +156,7 @@ class ProducerCore:
             )
 
     def timeout_error(self, plan: Plan, timeout: float) -> RingFull | RingDetached:
-        """The error of a put that has reached its deadline."""
+        """The error of a put at its deadline."""
         if self._segment is not None and self._segment.sealed:
             return RingDetached(
                 f"nobody owns ring {self.name!r}: its owner ended in good order, and no other came within {timeout:g} s. "
@@ -168,7 +172,7 @@ class ProducerCore:
 
     @property
     def policy_version(self) -> int:
-        """The policy version that the owner published last; -1 before the first one."""
+        """The newest policy version that the owner has published; -1 before the first one."""
         self.check()
         return -1 if self._writer is None else self._writer.memory.owner[1] - 1
 
@@ -181,8 +185,8 @@ class ProducerCore:
         """(records accepted and not released, their bytes, bytes for records in the ring)."""
         return (0, 0, 0) if self._writer is None else (*self._writer.used(), self._writer.capacity)
 
-    def close(self) -> None:
-        """Close the ring. Accepted records stay. Closing twice is fine."""
+    def close_now(self) -> None:
+        """Close the ring, without the lock. Accepted records stay. Closing twice is fine."""
         if self.closed or self._forks != segments.forks:
             self.closed = True
             return
@@ -226,29 +230,11 @@ class ProducerCore:
             self._segment = None
 
 
-class _ProducerBase:
-    """Base of both producers: everything but the waits."""
-
-    def __init__(self, core: ProducerCore) -> None:
-        self._core = core
-
-    @property
-    def policy_version(self) -> int:
-        return self._core.policy_version
-
-    @property
-    def identity(self) -> bytes:
-        return self._core.identity
-
-    def statistics(self) -> ProducerStatistics:
-        return self._core.statistics()
-
-
-class Producer(_ProducerBase):
+class Producer(ProducerCore):
     """Blocking producer for any number of threads of one process. A context manager."""
 
-    def __init__(self, core: ProducerCore) -> None:
-        super().__init__(core)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self._lock = threading.Lock()
 
     @classmethod
@@ -257,31 +243,31 @@ class Producer(_ProducerBase):
 
         Errors: RingDetached if there is no owner or the owner refuses; PlatformError; ConfigError for an invalid name.
         """
-        core = ProducerCore(name)
+        producer = cls(name)
         try:
-            block(_attach(core, time.monotonic() + timeout))
+            run_blocking(_attach(producer, ThreadWaits, time.monotonic() + timeout))
         except BaseException:
-            core.close()
+            producer.close()
             raise
-        return cls(core)
+        return producer
 
     def put(self, plan: Plan, *, timeout: float = 60.0) -> None:
         """Put a record; returns when it is accepted. Errors: RingFull, RingDetached, RecordTooLarge, LifecycleError."""
-        core, deadline = self._core, time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         # The first try avoids the slower `acquire` with a timeout.
         if not (self._lock.acquire(False) or self._lock.acquire(timeout=timeout)):
-            raise core.timeout_error(plan, timeout)
+            raise self.timeout_error(plan, timeout)
         try:
-            need = core.try_put(plan, ownerless=False)
-            if need is not Need.NOTHING or core.unnotified:
-                block(_complete_put(core, plan, need, deadline, timeout))
+            need = self.try_put(plan, ownerless=False)
+            if need is not Need.NOTHING or self.unnotified:
+                run_blocking(_complete_put(self, ThreadWaits, plan, need, deadline, timeout))
         finally:
             self._lock.release()
 
     def close(self) -> None:
         """Close after the current put of another thread. Accepted records stay. Closing twice is fine."""
         with self._lock:
-            self._core.close()
+            self.close_now()
 
     def __enter__(self) -> Producer:
         return self
@@ -290,43 +276,43 @@ class Producer(_ProducerBase):
         self.close()
 
 
-class AsyncProducer(_ProducerBase):
+class AsyncProducer(ProducerCore):
     """Producer for one event loop (asyncio or uvloop). `async with await AsyncProducer.attach(name) as producer`."""
 
-    def __init__(self, core: ProducerCore) -> None:
-        super().__init__(core)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self._lock = asyncio.Lock()
 
     @classmethod
     async def attach(cls, name: str, *, timeout: float = 30.0) -> AsyncProducer:
         """As `Producer.attach`, without blocking the loop."""
-        core = ProducerCore(name)
+        producer = cls(name)
         try:
-            await wait(_attach(core, time.monotonic() + timeout))
+            await _attach(producer, LoopWaits, time.monotonic() + timeout)
         except BaseException:
-            core.close()
+            producer.close_now()
             raise
-        return cls(core)
+        return producer
 
     async def put(self, plan: Plan, *, timeout: float = 60.0) -> None:
         """As `Producer.put`. A cancelled put has stored nothing, unless the ring had lost its owner."""
-        core, deadline = self._core, time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         try:
             async with asyncio.timeout(timeout):
                 await self._lock.acquire()
         except TimeoutError:
-            raise core.timeout_error(plan, timeout) from None
+            raise self.timeout_error(plan, timeout) from None
         try:
-            need = core.try_put(plan, ownerless=False)
-            if need is not Need.NOTHING or core.unnotified:
-                await wait(_complete_put(core, plan, need, deadline, timeout))
+            need = self.try_put(plan, ownerless=False)
+            if need is not Need.NOTHING or self.unnotified:
+                await _complete_put(self, LoopWaits, plan, need, deadline, timeout)
         finally:
             self._lock.release()
 
     async def close(self) -> None:
         """As `Producer.close`, after the current put of another task."""
         async with self._lock:
-            self._core.close()
+            self.close_now()
 
     async def __aenter__(self) -> AsyncProducer:
         return self
@@ -335,22 +321,24 @@ class AsyncProducer(_ProducerBase):
         await self.close()
 
 
-def _attach(core: ProducerCore, deadline: float) -> Waits:
+async def _attach(core: ProducerCore, waits: Waits, deadline: float) -> None:
     """Attach, or raise RingDetached at the deadline or if the owner refuses."""
     pauses = _pauses()
-    while (yield Call(partial(_attach_once, core, deadline))) is None:
+    while await waits.call(partial(core.try_attach, deadline)) is None:
         if time.monotonic() >= deadline:
             raise RingDetached(
                 f"nobody owns a ring named {core.name!r} ({path_of(core.name)}); start the run that owns it first"
             )
         began, pause = time.monotonic(), next(pauses)
-        yield Pause(pause)
+        await waits.readable((), pause)
         # The time in which this process was suspended (SIGSTOP) does not count.
         deadline += stopped_s(began, pause)
 
 
-def _complete_put(core: ProducerCore, plan: Plan, need: Need, deadline: float, timeout: float) -> Waits:
-    """The remaining steps of a put: wait for `need`, and make sure that an owner learns of the record."""
+async def _complete_put(
+    core: ProducerCore, waits: Waits, plan: Plan, need: Need, deadline: float, timeout: float
+) -> None:
+    """The rest of a put: wait for `need`, put, and make sure that an owner learns of the record."""
     ownerless, was_full, pauses = False, False, _pauses()
     while True:
         while need is not Need.NOTHING:
@@ -361,21 +349,26 @@ def _complete_put(core: ProducerCore, plan: Plan, need: Need, deadline: float, t
             if need is Need.SPACE:
                 core.waits += not was_full  # count each put once
                 was_full = True
-                yield Readable(core.space_descriptors(), seconds)
+                await waits.readable(core.space_descriptors(), seconds)
                 core.clear_space_event()
             elif ownerless:  # the last try to attach found no owner
                 seconds = min(next(pauses), seconds)
-                yield Pause(seconds)
+                await waits.readable((), seconds)
             # The time in which this process was suspended does not count: the owner may have been suspended too.
             deadline += stopped_s(began, seconds)
             if need is Need.OWNER:
-                ownerless = (yield Call(partial(_attach_once, core, deadline))) is None
+                ownerless = await waits.call(partial(core.try_attach, deadline)) is None
                 if ownerless:
                     core.raise_at_owner_end()
             need = core.try_put(plan, ownerless=ownerless)
         if not core.unnotified:
             return
-        attachment = yield Call(partial(_notify_owner, core, deadline))
+        # A new owner may have polled the ring before the put: attach to it, because an owner polls the ring of each producer that
+        # attaches. An owner listens before it polls its rings. So if nobody listens now, the next owner will find the record.
+        try:
+            attachment = await waits.call(partial(core.try_attach, deadline))
+        except RingDetached:
+            return
         if attachment is None or not attachment.fresh:
             return
         # The ring with the record was damaged and has no reader any more: put the record into the new ring.
@@ -388,21 +381,3 @@ def _pauses() -> Iterator[float]:
     while True:
         yield seconds
         seconds = min(2 * seconds, 0.25)
-
-
-def _attach_once(core: ProducerCore, deadline: float) -> Attachment | None:
-    try:
-        return core.try_attach(deadline)
-    except FileNotFoundError:
-        return None
-
-
-def _notify_owner(core: ProducerCore, deadline: float) -> Attachment | None:
-    """After a put without a notification, try to attach once: a new owner may have polled the ring before the put.
-
-    An owner listens before it polls the rings. So if no owner listens now, the next owner will poll later and find the
-    record. If an owner listens, it polls the ring when this producer attaches. The record is accepted in both cases.
-    """
-    with contextlib.suppress(RingDetached):
-        return _attach_once(core, deadline)
-    return None

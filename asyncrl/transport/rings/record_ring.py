@@ -42,7 +42,7 @@ from ..memory.segment import Segment, locked, new_part, parts_of, path_of
 from ..queues.queue import record_wait, wait_for_wake, wake_all, wake_one
 from .link import Link, ProducerListener
 from .ring import ring_bytes
-from .types import DamageLog, Delivery, RingSettings, RingStatistics, SeenMembers
+from .types import Delivery, RingSettings, RingStatistics, SeenMembers
 
 if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
@@ -60,7 +60,9 @@ class RecordRing:
         self.settings = settings or RingSettings()
         # Called with the producer's id after its end, when all its records were taken.
         self.on_producer_end: Callable[[bytes], None] | None = None
-        self.damage = DamageLog()
+        # Messages about damaged rings, and the function that is called with each new one.
+        self.damage: list[str] = []
+        self.on_damage: Callable[[str], None] | None = None
         self.recorder: Recorder | None = None
         self._seen = SeenMembers(_REMEMBERED)
         self._counts = RingStatistics()
@@ -93,10 +95,12 @@ class RecordRing:
 
     def _open(self) -> None:
         for name in parts_of(self.name, "damaged"):
-            self.damage.add(f"{path_of(name)} is damaged and kept until `asyncrl shm clear {self.name} --drop-records`")
+            self._note_damage(
+                f"{path_of(name)} is damaged and kept until `asyncrl shm clear {self.name} --drop-records`"
+            )
         self._segment = segment = self._acquire_name()
         self._data_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Listen before reading the rings: `_notify_owner` in producer.py relies on this order.
+        # Listen before reading the rings: `_complete_put` in producer.py relies on this order.
         self._listener = ProducerListener(
             self._loop, rendezvous.listen(segment), self._counts, self._run_callback, self._on_hello
         )
@@ -154,10 +158,15 @@ class RecordRing:
         new_name = new_part(self.name, "damaged")
         with contextlib.suppress(FileNotFoundError):  # another process removed the name
             os.rename(path_of(name), path_of(new_name))
-        self.damage.add(
+        self._note_damage(
             f"{path_of(name)} is damaged: {reason}. It was renamed to {path_of(new_name)} and is kept, with the records that may "
             f"lie in it, until `asyncrl shm clear {self.name} --drop-records`. Other rings go on"
         )
+
+    def _note_damage(self, message: str) -> None:
+        self.damage.append(message)
+        if self.on_damage is not None:
+            self.on_damage(message)
 
     def end_intake(self) -> None:
         """Refuse new records: a waiting `put` raises now. Earlier records can be taken and released. Twice is fine."""
@@ -178,7 +187,7 @@ class RecordRing:
             return False
         self.end_intake()
         for producer, link in list(self._links.items()):
-            if not link.holds_records():
+            if not (link.reader.poll() or link.reader.outstanding or link.reader.lost):
                 del self._links[producer]
                 link.close(self._loop, unlink=True)
         return self._close_all(keep_name=False)
@@ -266,7 +275,7 @@ class RecordRing:
             outstanding=sum(reader.outstanding for reader in readers),
             producers=sum(link.connection is not None for link in self._links.values()),
             rings=len(readers),
-            damaged=self.damage.count,
+            damaged=len(self.damage),
         )
 
     # -- internals
@@ -373,15 +382,15 @@ class RecordRing:
     def _new_link(self, producer: bytes, pid: int) -> Link:
         """A new ring for a producer. Errors: OutOfMemory; TransportError if the producer has died meanwhile."""
         settings = self.settings
-        size = ring_bytes(settings.slots, settings.ring_bytes)
+        size = ring_bytes(settings.slots, settings.payload_bytes)
         used = sum(len(link.segment.data) for link in self._links.values())
-        if used + size > settings.size:
+        if used + size > settings.total_bytes:
             raise OutOfMemory(
-                f"no room for one more producer: {len(self._links)} have a ring, together {used:,} of {settings.size:,} bytes, and "
+                f"no room for one more producer: {len(self._links)} have a ring, together {used:,} of {settings.total_bytes:,} bytes, and "
                 f"one more takes {size:,}; raise door.ring_mib or lower door.producer_mib"
             )
         name = new_part(self.name, "ring")
-        self._links[producer] = link = Link.create(name, producer, pid, settings.slots, settings.ring_bytes)
+        self._links[producer] = link = Link.create(name, producer, pid, settings.slots, settings.payload_bytes)
         try:
             link.publish_version(self._version)
             self._watch(link)
@@ -409,12 +418,14 @@ class RecordRing:
         self._poll_ring(link)
         if link.ended():
             self._announce_end(link)
-        elif link.process_hidden:
+        elif not link.memory.pid:
+            # The producer is in another pid namespace: only the end of its connection shows its death.
             self._on_death(link)
 
     def _on_death(self, link: Link) -> None:
         """The process has ended, so no later put can follow this last poll."""
-        link.mark_dead(self._loop)
+        link.dead = True
+        link.close_descriptors(self._loop)
         self._poll_ring(link)
         if not link.closed_in_order:
             self._counts.deaths += 1

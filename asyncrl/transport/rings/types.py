@@ -1,8 +1,8 @@
-"""Types of the record rings' owner: settings, counts, a delivered record, the damage log, and the seen members."""
+"""Types of the record rings' owner: settings, counts, a delivered record, and the seen members."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ _GroupKey = tuple[int, int]  # (epoch, group)
 
 @dataclass(frozen=True, slots=True)
 class RingSettings:
-    """The sizes of all rings of one owner."""
+    """The sizes of the rings of one owner."""
 
-    size: int = 1 << 28  # bytes of all rings together
+    total_bytes: int = 1 << 28  # of all rings together
     slots: int = 256  # records per producer
-    ring_bytes: int = 1 << 24  # payload per producer: limit of one record, too
+    payload_bytes: int = 1 << 24  # per producer: limit of one record, too
 
 
 @dataclass(slots=True)
@@ -62,28 +62,9 @@ class Delivery:
             self._release(self.record)
 
 
-class DamageLog:
-    """Messages about damaged memory of the rings: the count of all, and the last hundred."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.lines: deque[str] = deque(maxlen=100)
-        # Called with each new message.
-        self.listener: Callable[[str], None] | None = None
-
-    def add(self, line: str) -> None:
-        """Append a message and call the listener."""
-        self.count += 1
-        self.lines.append(line)
-        if self.listener is not None:
-            self.listener(line)
-
-
 class SeenMembers:
-    """The members that the owner has seen, to detect duplicates: members in the ring, and members released last.
-
-    At most `limit` released members are kept, by whole groups. The last released group is always kept.
-    """
+    """Detects duplicates: the members in the ring, and the `limit` members released last, by whole groups. The last released group
+    is always kept."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -1,7 +1,6 @@
-"""One protocol for threads and event loops: a generator yields `Readable`, `Pause` or `Call`, which `block` or `wait` performs.
+"""The waits of a producer: `ThreadWaits` blocks a thread, `LoopWaits` waits on an event loop.
 
-So the code between the waits is written once. An exception in a wait (an error, Ctrl-C, a cancellation) is not thrown into the
-generator: it leaves `block` or `wait`, whose caller must clean up.
+A coroutine whose every `await` is a wait of one of the two classes is written once for both. `run_blocking` runs it in a thread.
 """
 
 from __future__ import annotations
@@ -10,70 +9,50 @@ import asyncio
 import contextlib
 import select
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Readable:
-    """Wait until one of the descriptors is readable, or the time is over."""
+class ThreadWaits:
+    """Waits that block the thread, so their coroutines never suspend."""
 
-    fds: list[int]
-    seconds: float
-
-    def block(self) -> None:
-        """Block this thread in poll(2)."""
+    @staticmethod
+    async def readable(fds: Sequence[int], seconds: float) -> None:
+        """Wait until one of the descriptors is readable, at most `seconds`."""
         poll = select.poll()
-        for fd in self.fds:
+        for fd in fds:
             poll.register(fd, select.POLLIN)
-        poll.poll(max(1.0, self.seconds * 1000))  # 0 ms would not wait
+        poll.poll(max(1.0, seconds * 1000))  # 0 ms would not wait
 
-    async def wait(self) -> None:
-        """Wait in the loop's selector."""
+    @staticmethod
+    async def call(work: Callable[[], T]) -> T:
+        """The result of `work`, which may block."""
+        return work()
+
+
+class LoopWaits:
+    """The same waits on the running event loop."""
+
+    @staticmethod
+    async def readable(fds: Sequence[int], seconds: float) -> None:
         loop = asyncio.get_running_loop()
-        woken: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not woken.done():
-                woken.set_result(None)
-
-        for fd in self.fds:
-            loop.add_reader(fd, wake)
+        woken = asyncio.Event()
+        for fd in fds:
+            loop.add_reader(fd, woken.set)
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.seconds):
-                    await woken
+                async with asyncio.timeout(seconds):
+                    await woken.wait()
         finally:
-            for fd in self.fds:
+            for fd in fds:
                 loop.remove_reader(fd)
 
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Wait until the time is over."""
-
-    seconds: float
-
-    def block(self) -> None:
-        time.sleep(self.seconds)
-
-    async def wait(self) -> None:
-        await asyncio.sleep(self.seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Call `work`, which may block; the generator gets its result."""
-
-    work: Callable[[], Any]
-
-    def block(self) -> Any:
-        return self.work()
-
-    async def wait(self) -> Any:
-        """Call `work` in another thread. A cancelled caller waits for the end of `work`, so that no work outlives its caller."""
-        future = asyncio.get_running_loop().run_in_executor(None, self.work)
+    @staticmethod
+    async def call(work: Callable[[], T]) -> T:
+        """Calls `work` in another thread. A cancelled caller waits for the end of `work`, so that no work outlives its caller."""
+        future = asyncio.get_running_loop().run_in_executor(None, work)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -84,6 +63,8 @@ class Call:
                 future.exception()  # asyncio logs exceptions that are never retrieved
             raise
 
+
+Waits: TypeAlias = type[ThreadWaits] | type[LoopWaits]
 
 # The longest wait in seconds. Longer waits are split, so that a suspension is noticed. Each part wakes the process once.
 SLICE_S = 10.0
@@ -99,26 +80,7 @@ def stopped_s(began: float, limit_s: float) -> float:
     return elapsed if elapsed > limit_s + _LATE_S else 0.0
 
 
-Waits: TypeAlias = Generator[Readable | Pause | Call, Any, None]
-
-
-def block(waits: Waits) -> None:
-    """Run the generator to its end in this thread."""
-    result = None
-    while True:
-        try:
-            step = waits.send(result)
-        except StopIteration:
-            return
-        result = step.block()
-
-
-async def wait(waits: Waits) -> None:
-    """Run the generator to its end in this task."""
-    result = None
-    while True:
-        try:
-            step = waits.send(result)
-        except StopIteration:
-            return
-        result = await step.wait()
+def run_blocking(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that awaits only `ThreadWaits` to its end."""
+    with contextlib.suppress(StopIteration):
+        coroutine.send(None)

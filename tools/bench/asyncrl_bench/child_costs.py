@@ -42,15 +42,17 @@ WARM_UP = 2 * RECORDS
 
 def room(tokens: int) -> RingSettings:
     settings = ring_settings(tokens, RECORDS)
-    small = ring_settings(SMALL, 2 * BEFORE).ring_bytes
-    return dataclasses.replace(settings, size=settings.size + small, ring_bytes=settings.ring_bytes + small)
+    small = ring_settings(SMALL, 2 * BEFORE).payload_bytes
+    return dataclasses.replace(
+        settings, total_bytes=settings.total_bytes + small, payload_bytes=settings.payload_bytes + small
+    )
 
 
 def produce(name: str, job: HandoverJob, pipe: Any, credit: Any) -> None:
     """Tells the consumer of every record when it is there; at the end the medians: ns of a put, ns of a copy."""
     data, small = sections(job.tokens), sections(SMALL)
     flat = [array.view(np.uint8) for column in arrays(job.tokens).values() for array in column]
-    target = np.frombuffer(mmap.mmap(-1, ring_settings(job.tokens, RECORDS).ring_bytes), np.uint8)
+    target = np.frombuffer(mmap.mmap(-1, ring_settings(job.tokens, RECORDS).payload_bytes), np.uint8)
     target[:] = 0
     puts, copies, at = [], [], 0
     with Producer.attach(name) as producer:

@@ -56,7 +56,7 @@ SECRET = "of a benchmark"
 
 def ring_settings(tokens: int, records: int = IN_FLIGHT) -> RingSettings:
     ring = records * (footprint(tokens) + (1 << 13))
-    return RingSettings(size=ring + (1 << 22), slots=64, ring_bytes=ring)
+    return RingSettings(total_bytes=ring + (1 << 22), slots=64, payload_bytes=ring)
 
 
 # -- producers, each in a process of its own --------------------------------------------------------------------------
