@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 
 from asyncrl.errors import AsyncrlError, TransportError
@@ -40,9 +39,8 @@ def _list() -> int:
     if not entries:
         print("nothing of asyncrl lies in shared memory")
         return 0
-    titles = ("name", "owner", "size", "rings", "records", "owners so far", "age")
-    rows: list[tuple[str, ...]] = [titles, *map(_row, entries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rows = [("name", "owner", "size", "records"), *map(_row, entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for entry in entries:
@@ -51,23 +49,15 @@ def _list() -> int:
     return 0
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: Entry) -> tuple[str, str, str, str]:
     owner = {None: "nobody", 0: "not visible"}.get(entry.owner) or f"process {entry.owner}"
-    age = "?" if not entry.created_ns else f"{(time.time_ns() - entry.created_ns) / 60e9:.1f} min"
-    return (
-        entry.name,
-        owner,
-        f"{entry.size / 2**20:.1f} MiB",
-        str(entry.rings),
-        str(entry.records),
-        str(entry.tenure),
-        age,
-    )
+    return entry.name, owner, f"{entry.size / 2**20:.1f} MiB", str(entry.records)
 
 
 def _clear(names: Sequence[str], drop_records: bool) -> int:
     """Clear the named segments, else all without an owner. Exit code 1 only where a named segment could not be cleared."""
-    wanted = list(names) or [entry.name for entry in inventory() if entry.free]
+    # `clear` refuses a segment whose owner is not listed and holds the lock.
+    wanted = list(names) or [entry.name for entry in inventory() if entry.owner is None]
     failed = 0
     for name in wanted:
         try:

@@ -1,5 +1,5 @@
 """Lanes, tasks, threads and child processes.
 
 Start reading in `supervisor.py` (the one task group of a run) and `lane.py` (the one thread that owns a device). `watchdog.py`
-ends a run that makes no progress. `dump.py` and `describe.py` write what the watchdog prints.
+ends a run that makes no progress, and `describe.py` describes tasks and waits for its messages.
 """

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import LifecycleError, name_shortage
 from . import awake
-from .job import LaneJob
 from .shield import call_soon, wait_shielded
 
 if TYPE_CHECKING:
@@ -50,6 +49,27 @@ class Lane(Protocol):
     @property
     def thread_id(self) -> int | None:
         """`ident` of the thread that runs the closures; None without a thread. The watchdog finds a closure's frame by it."""
+
+
+class LaneJob:
+    """One closure with its caller's future. The lane's lock guards `started`; only the caller's loop writes `ended`."""
+
+    __slots__ = ("ended", "error", "finished_at", "fn", "future", "loop", "name", "result", "started", "submitted_at")
+
+    def __init__(self, fn: Callable[[], Any], name: str, loop: asyncio.AbstractEventLoop, submitted_at: float) -> None:
+        self.fn = fn
+        self.name = name
+        self.loop = loop
+        self.future: asyncio.Future[None] = loop.create_future()
+        self.started = self.ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.submitted_at, self.finished_at = submitted_at, 0.0  # seconds on the recorder's clock
+
+    def notify(self) -> None:
+        """Wake the caller after the end of the closure. Call this on the caller's loop."""
+        self.ended = True
+        _resolve(self.future, None)
 
 
 class ThreadLane:

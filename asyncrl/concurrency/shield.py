@@ -1,12 +1,17 @@
-"""Two helpers for asyncio: waiting in spite of cancellations, and calling into a loop that may be closed."""
+"""Helpers for asyncio: waits in spite of cancellations, calls into a loop that may be closed, and the recording of waits."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import anyio
+
+if TYPE_CHECKING:
+    from ..telemetry.recorder import Recorder
+    from ..telemetry.records import Cause
 
 
 async def wait_shielded(future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
@@ -33,3 +38,11 @@ def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], 
     except RuntimeError:
         if not loop.is_closed():
             raise
+
+
+def record_wait(recorder: Recorder | None, what: str, on: str, cause: Cause | None) -> AbstractContextManager[object]:
+    """As `Recorder.wait`, for the current task. Without a recorder: nothing."""
+    if recorder is None:
+        return nullcontext()
+    task = asyncio.current_task()
+    return recorder.wait(task.get_name() if task else "?", what, on=on, cause=cause)

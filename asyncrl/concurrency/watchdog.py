@@ -27,7 +27,8 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,7 @@ from ..config.schema import WatchdogConfig
 from ..errors import RankLost, StallError
 from ..telemetry.lag import top_user_frame
 from . import awake, sentry
-from .describe import culprit
-from .dump import print_dump
+from .describe import culprit, describe_tasks, describe_wait
 from .lane import Lane
 from .offload import StandbyThread
 
@@ -283,11 +283,10 @@ class Watchdog:
         deadline_passed = self.state is WatchdogState.ENDING
         must_exit = deadline_passed and self._hard_exit
         headline = str(problem) + (f"; ending the process with exit code {self._exit_code}" if must_exit else "")
-        state = self._recorder, self._lanes, self._loop, self._loop_thread, self._details
         printed = threading.Event()
         assert self._writer is not None
         # By another thread: a full pipe must not block the watchdog.
-        self._writer.work.put(lambda: print_dump(headline, *state))
+        self._writer.work.put(lambda: self._print_dump(headline))
         self._writer.work.put(printed.set)
         printed.wait(_DUMP_LIMIT_S)
         if self._stop.is_set():
@@ -306,3 +305,39 @@ class Watchdog:
         # Fails if the loop is closed. The deadline then ends the process.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._on_stall, problem)
+
+    def _print_dump(self, headline: str) -> None:
+        """Print all recorded waits, lanes, tasks, and the stacks of all threads to stderr."""
+
+        def waits() -> Iterator[str]:
+            now = self._recorder.clock()
+            yield from (describe_wait(wait, now) for wait in self._recorder.active_waits())
+
+        def lanes() -> Iterator[str]:
+            for lane in self._lanes:
+                current = lane.current()
+                state = "is idle" if current is None else f"has run {current[0]!r} for {awake.now() - current[1]:.1f} s"
+                yield f"lane {lane.name!r} {state}"
+
+        def threads() -> Iterator[str]:
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            for ident, frame in sys._current_frames().items():
+                role = " (event loop)" if ident == self._loop_thread else ""
+                yield f"thread {names.get(ident, '?')!r}{role}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+
+        # Each part is printed by itself, so that it is out even if a later part fails.
+        print(f"\n=== asyncrl watchdog: {headline} ===", file=sys.stderr, flush=True)
+        sections: dict[str, Callable[[], Iterator[str]]] = {
+            "waits": waits,
+            "lanes": lanes,
+            "state": lambda: (detail() for detail in self._details),
+            "tasks": lambda: iter(describe_tasks(asyncio.all_tasks(self._loop))),
+            "threads": threads,
+        }
+        for title, lines in sections.items():
+            try:
+                text = "\n".join([f"{title}:", *(f"  {line}" for line in [*lines()] or ["(none)"])])
+            except Exception as exc:  # print the other sections all the same
+                text = f"({title} could not be read: {type(exc).__name__}: {exc})"
+            print(text, file=sys.stderr, flush=True)
+        print("=== end of the watchdog's dump ===", file=sys.stderr, flush=True)

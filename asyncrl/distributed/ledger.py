@@ -17,13 +17,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from ..concurrency.shield import record_wait
 from ..errors import LedgerError, LifecycleError
 from ..types import ClaimState, LedgerStatistics, Ticket
-from .changes import Changes, waiting_for_slot
 from .reservation import Late, Reservation
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
+
+
+class Changes:
+    """Counts the changes of a ledger's books: a ledger raises `number` and then calls `wake`. For the thread of the event loop."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    async def wait(self, seen: int) -> int:
+        """Wait until `number` is above `seen`, and return `number`. Errors: the error of a `wake` during the wait."""
+        while self.number <= seen:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+        return self.number
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a task waits."""
+        return bool(self._waiters)
+
+    def wake(self, error: BaseException | None = None) -> None:
+        """Wake all waiters. Each waiter checks `number` again, or raises `error`."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(error) if error is not None else waiter.set_result(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +142,7 @@ class LocalLedger:
                 return ticket
         applicant = _Applicant(group_id, oldest, rank, asyncio.get_running_loop().create_future())
         queue.append(applicant)
-        with waiting_for_slot(self._recorder):
+        with record_wait(self._recorder, "a slot", "publish pump", "slots"):
             try:
                 return await applicant.answer
             except asyncio.CancelledError:

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
 
-from ..concurrency.shield import wait_shielded
+from ..concurrency.shield import record_wait, wait_shielded
 from ..errors import LedgerError, LifecycleError
 from ..types import ClaimState, LedgerStatistics, Ticket
-from .changes import Changes, waiting_for_slot
-from .ledger import LocalLedger
+from .ledger import Changes, LocalLedger
 from .line import LineClient, LineServer
 from .reservation import Reservation, first_by_deadline
 
@@ -229,7 +228,7 @@ class LineLedger:
             self._check_open("admit")
             self._admitting = asyncio.ensure_future(self._ask("admit", group_id, oldest))
             try:
-                with waiting_for_slot(self._recorder):
+                with record_wait(self._recorder, "a slot", "publish pump", "slots"):
                     granted = await self._admitting
             except asyncio.CancelledError:
                 self._admitting.cancel()

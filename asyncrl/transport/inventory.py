@@ -31,16 +31,8 @@ class Entry:
     name: str
     size: int  # bytes
     owner: int | None = None
-    rings: int = 0
     records: int = 0  # accepted and not released
-    tenure: int = 0  # number of owners so far
-    created_ns: int = 0
     problem: str = ""  # why the segment cannot be read
-
-    @property
-    def free(self) -> bool:
-        """No owner is listed. `clear` still refuses a segment whose hidden owner holds the lock."""
-        return self.owner is None
 
 
 def inventory() -> list[Entry]:
@@ -49,12 +41,18 @@ def inventory() -> list[Entry]:
     found: dict[str, Entry] = {}
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}*")):
         with contextlib.suppress(FileNotFoundError):  # removed since `glob`
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-                part = path.name.removeprefix(PREFIX)
-                entry, name = _read_entry(part), base_name(part)
-                found[name] = _merge(found[name], entry) if name in found else replace(entry, name=name)
+            if _is_own_file(path):
+                entry = _read_entry(path.name.removeprefix(PREFIX))
+                name = base_name(entry.name)
+                whole = found.get(name, Entry(name, 0))
+                problem = "; ".join(filter(None, (whole.problem, entry.problem)))
+                found[name] = Entry(name, whole.size + entry.size, None, whole.records + entry.records, problem)
     return [replace(entry, owner=_owner(entry.name)) for entry in found.values()]
+
+
+def _is_own_file(path: Path) -> bool:
+    status = path.lstat()
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _owner(name: str) -> int | None:
@@ -68,57 +66,40 @@ def _owner(name: str) -> int | None:
         os.close(fd)
 
 
-def _merge(whole: Entry, part: Entry) -> Entry:
-    return replace(
-        whole,
-        size=whole.size + part.size,
-        rings=whole.rings + part.rings,
-        records=whole.records + part.records,
-        problem="; ".join(filter(None, (whole.problem, part.problem))),
-    )
-
-
 def _read_entry(name: str) -> Entry:
-    entry = Entry(name, os.lstat(path_of(name)).st_size)
+    """One segment alone. A segment whose name says that it is damaged has a problem, and no records that can be counted."""
+    size = os.lstat(path_of(name)).st_size
+    damaged = ".damaged-" in name
     try:
         segment = Segment.attach(name)
     except TransportError as error:
-        return replace(entry, problem=str(error))
+        return Entry(name, size, problem=str(error))
     try:
-        entry = replace(entry, tenure=segment.tenure, created_ns=segment.created_ns)
-        return _with_ring(entry, segment.data)
+        if not damaged and int.from_bytes(segment.data[:8], "little") != MAGIC:
+            return Entry(name, size)
+        memory = RingMemory(segment.data)
+        records = 0 if damaged else len(memory.live_slots())
+        problem = f"the ring of producer {memory.producer.hex()} is damaged ({segment.path})" if damaged else ""
+        memory.release_views()
+        return Entry(name, size, None, records, problem)
+    except TransportError as error:
+        return Entry(name, size, problem=f"{segment.path}: {error}")
     finally:
         segment.close(unlink=False)
-
-
-def _with_ring(entry: Entry, data: memoryview) -> Entry:
-    """If the segment is a ring or was renamed as damaged, add the number of its records, or the problem."""
-    damaged = ".damaged-" in entry.name
-    if not damaged and int.from_bytes(data[:8], "little") != MAGIC:
-        return entry
-    try:
-        memory = RingMemory(data)
-    except TransportError as error:
-        return replace(entry, rings=1, problem=f"{path_of(entry.name)}: {error}")
-    problem = f"the ring of producer {memory.producer.hex()} is damaged ({path_of(entry.name)})" if damaged else ""
-    records = 0 if damaged else len(memory.live_slots())
-    memory.release_views()
-    return replace(entry, rings=1, records=records, problem=problem)
 
 
 def clear(name: str, *, drop_records: bool = False) -> int:
     """Remove a segment without an owner, with the rings that belong to it. Returns the bytes of all removed segments.
 
-    Errors: ArenaOwned if the segment has an owner; TransportError for accepted records, or a damaged ring that may hold some, if
-    `drop_records` is not set; FileNotFoundError.
+    Errors: ArenaOwned if the segment has an owner; FileNotFoundError. Without `drop_records` TransportError for accepted
+    records, and for a damaged ring, which may hold some.
     """
     check_platform()
     path = path_of(name)
     parts = parts_of(name, "ring", "damaged")
     # If only rings of the name exist, only these are cleared. If nothing exists, `lstat` raises FileNotFoundError.
     if not parts or os.path.lexists(path):
-        status = os.lstat(path)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        if not _is_own_file(Path(path)):
             raise TransportError(
                 f"{path} is a link or a folder, or of another user: no segment of yours; remove it by hand"
             )
@@ -140,10 +121,10 @@ def _clear_locked(name: str, parts: list[str], drop_records: bool) -> int:
     if (records or problems) and not drop_records:
         for part, was_sealed in sealed_before:
             _seal(part, was_sealed)
-        words = [f"holds {records} accepted records that were neither trained nor dropped"] if records else []
-        words += [f"may hold records that cannot be read: {'; '.join(problems)}"] if problems else []
+        reasons = [f"holds {records} accepted records that were neither trained nor dropped"] if records else []
+        reasons += [f"may hold records that cannot be read: {'; '.join(problems)}"] if problems else []
         raise TransportError(
-            f"{path_of(name)} {', and '.join(words)}; start the run of this name again to train what can be read, or give "
+            f"{path_of(name)} {', and '.join(reasons)}; start the run of this name again to train what can be read, or give "
             "--drop-records to lose them"
         )
     for part in parts:

@@ -309,7 +309,7 @@ def test_children_that_are_killed_leave_nothing_in_shared_memory(tmp_path: Path)
     assert f"{RING}{earlier.pid}" in left
     with pytest.raises(BenchError, match="exit code -9"):
         run_json(command, environment=given, log=tmp_path / "log", timeout_s=60)
-    assert not [entry.name for entry in inventory() if entry.name.startswith(RING) and entry.free]
+    assert not [entry.name for entry in inventory() if entry.name.startswith(RING) and entry.owner is None]
 
 
 def test_a_bench_that_is_stopped_takes_its_children_and_their_shared_memory_with_it(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 from asyncrl.cli.app import main
 from asyncrl.client import AsyncClient, Scored
-from asyncrl.transport.inventory import inventory
+from asyncrl.transport.inventory import Entry, inventory
 from asyncrl.transport.memory.segment import Segment
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import RingSettings
@@ -33,14 +32,8 @@ def name(request: pytest.FixtureRequest) -> str:
     return f"shm-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**9}"
 
 
-def entry(name: str, capsys: pytest.CaptureFixture[str]) -> dict[str, int | None] | None:
-    """The numbers in the line of a segment; `owner`: a process, or None."""
-    capsys.readouterr()
-    assert main(["shm", "list"]) == 0
-    numbers = r"(?:process (\d+)|nobody) +\S+ MiB +(\d+) +(\d+) +(\d+)"
-    found = re.search(rf"^{re.escape(name)} +{numbers}", capsys.readouterr().out, re.MULTILINE)
-    names = ("owner", "rings", "records", "tenure")
-    return found and {name: text and int(text) for name, text in zip(names, found.groups(), strict=True)}
+def entry(name: str) -> Entry | None:
+    return next((entry for entry in inventory() if entry.name == name), None)
 
 
 def test_what_is_owned_is_listed_and_not_cleared_and_a_dead_owners_is(
@@ -54,24 +47,24 @@ def test_what_is_owned_is_listed_and_not_cleared_and_a_dead_owners_is(
     try:
         assert owner.stdout.readline() == "ready\n"
         owner.send_signal(signal.SIGSTOP)  # stopped is not dead
-        found = entry(name, capsys)
-        assert found is not None and found["owner"] == owner.pid and found["tenure"] == 1
+        found = entry(name)
+        assert found is not None and found.owner == owner.pid
         assert main(["shm", "clear", name]) == 1
         assert f"owned by process {owner.pid}" in capsys.readouterr().err
-        assert main(["shm", "clear"]) == 0 and entry(name, capsys) is not None
+        assert main(["shm", "clear"]) == 0 and entry(name) is not None
     finally:
         owner.kill()
         owner.wait(10)
         owner.stdin.close()
         owner.stdout.close()
-    found = entry(name, capsys)
-    assert found is not None and found["owner"] is None
+    found = entry(name)
+    assert found is not None and found.owner is None
     assert main(["shm"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(name))
     assert row.split()[1] == "nobody"
     assert main(["shm", "clear"]) == 0
     assert "1.0 MiB cleared" in capsys.readouterr().out
-    assert entry(name, capsys) is None
+    assert entry(name) is None
     assert main(["shm", "clear"]) == 0 and main(["shm"]) == 0
     assert "nothing of asyncrl lies" in capsys.readouterr().out
     assert main(["shm", "clear", name]) == 1
@@ -85,24 +78,24 @@ def test_accepted_records_are_not_cleared_without_a_word(name: str, capsys: pyte
                 await client.push(0, [Scored([1, 2], prompt_length=1)])
                 await client.push(1, [Scored([1, 2], prompt_length=1)])
             (await ring.get()).release()
-            found = entry(name, capsys)
-            assert found is not None and (found["owner"], found["records"], found["rings"]) == (os.getpid(), 1, 1)
+            found = entry(name)
+            assert found is not None and (found.owner, found.records) == (os.getpid(), 1)
 
     asyncio.run(leave_one())
-    found = entry(name, capsys)
-    assert found is not None and (found["owner"], found["records"]) == (None, 1)
+    found = entry(name)
+    assert found is not None and (found.owner, found.records) == (None, 1)
     assert main(["shm", "clear", name]) == 1
     assert "1 accepted records" in capsys.readouterr().err
     Segment.adopt(name).close(unlink=False)  # it is as it was: the next owner may have it
     assert main(["shm", "clear", name, "--drop-records"]) == 0
-    assert entry(name, capsys) is None
+    assert entry(name) is None
 
 
 def test_a_file_that_is_no_segment_is_said_and_can_be_cleared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(f"/dev/shm/asyncrl.{name}")
     path.write_bytes(b"x" * 10)
-    assert entry(name, capsys) is not None and main(["shm"]) == 0
-    assert f"\n{name}: " in (listed := capsys.readouterr().out) and "no whole segment of asyncrl" in listed
+    found = entry(name)
+    assert found is not None and "no whole segment of asyncrl" in found.problem
     assert main(["shm", "clear", name]) == 0
     assert not path.exists()
 
@@ -115,8 +108,8 @@ def test_what_is_no_file_is_passed_over(name: str, tmp_path: Path, capsys: pytes
     folder.mkdir()
     beside.write_bytes(b"x" * 10)
     try:
-        assert entry(name, capsys) is None and entry(f"{name}.folder", capsys) is None
-        assert entry(f"{name}.beside", capsys) is not None
+        assert entry(name) is None and entry(f"{name}.folder") is None
+        assert entry(f"{name}.beside") is not None
         for what in (name, f"{name}.folder"):
             assert main(["shm", "clear", what]) == 1
             assert "no segment of yours" in capsys.readouterr().err

@@ -306,7 +306,7 @@ def test_a_board_on_a_gpu_that_is_not_there_is_refused(name: str, monkeypatch: p
         SlabHalves.create(name, ELEMENTS, torch.float32, torch.device("cuda", 0))
 
 
-def test_weights_of_another_form_are_refused_and_what_lies_there_stays(board: Board) -> None:
+def test_weights_of_another_form_are_refused_and_what_lies_there_stays(board: Board, name: str) -> None:
     put(board, 0, 1, values(1))
     here = board.half(0).device
     wrong = (
@@ -321,7 +321,8 @@ def test_weights_of_another_form_are_refused_and_what_lies_there_stays(board: Bo
     with pytest.raises(ValueError, match="negative"):
         put(board, 0, -1, values(1))
     with pytest.raises(ValueError, match="multiple of 64"):
-        Board.create(3, torch.float32, LAYOUT)
+        Board.create(3, torch.float32, LAYOUT, SlabHalves.create(f"{name}-3", 3, torch.float32, torch.device("cpu")))
+    assert names(f"{name}-3") == []
     assert board.version(0) == 1 and crc(board.half(0)) == crc(values(1))
 
 

@@ -41,14 +41,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...concurrency.offload import offload
 from ...errors import LifecycleError, OutOfMemory, TransportError
 from .segment import check_platform
-from .slab import Slab
+from .slab import Slab, bytes_tensor
 from .words import Words, fault
 
 _MAGIC = b"asyncrlB"
@@ -142,19 +141,6 @@ class SlabHalves:
         self._slab.close()
 
 
-class _MappingBase:
-    """The base object of a numpy array: the array keeps the mapping alive.
-
-    The array claims to be writable even if the mapping is read-only: torch has no read-only tensors, and warns about
-    read-only arrays.
-    """
-
-    def __init__(self, mapping: mmap.mmap, start: int, size: int) -> None:
-        self._export = memoryview(mapping)  # so `mmap.close` fails, and the memory stays mapped
-        address = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address + start, False)}
-
-
 class Board:
     """See the module. `create` makes the owner's end, `attach` a reader's end. Both block the calling thread."""
 
@@ -196,21 +182,22 @@ class Board:
         """A new board with two empty halves of `elements` numbers. `layout`: `FlatWeights.layout_digest` of the parameters.
         `slab`: the memory of the halves, which belongs to the board from now on; None: the halves are in the memfd.
         Errors: OutOfMemory with figures, PlatformError."""
-        check_platform()
-        if elements < 1 or elements * dtype.itemsize % _HALF_MULTIPLE:
-            raise ValueError(f"a weight board of {elements} x {dtype}: a half must be a multiple of {_HALF_MULTIPLE} B")
-        token = os.urandom(16)
-        fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
+        with contextlib.ExitStack() as undo:
+            if slab is not None:
+                undo.callback(slab.close)
+            check_platform()
+            if elements < 1 or elements * dtype.itemsize % _HALF_MULTIPLE:
+                raise ValueError(
+                    f"a weight board of {elements} x {dtype}: a half must be a multiple of {_HALF_MULTIPLE} B"
+                )
+            token = os.urandom(16)
+            fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            undo.callback(os.close, fd)
             _allocate_pages(fd, _memfd_bytes(elements * dtype.itemsize, slab is not None))
             os.pwrite(fd, _HEAD.pack(_MAGIC, token), 0)
             board = cls(fd, elements, dtype, layout, token, True, slab)
             _seal(fd)
-        except BaseException:
-            os.close(fd)
-            if slab is not None:
-                slab.close()
-            raise
+            undo.pop_all()
         return board
 
     @classmethod
@@ -337,8 +324,8 @@ class Board:
         self.close()
 
     def _memfd_halves(self) -> list[Tensor]:
-        bases = [_MappingBase(self._map, start, self.nbytes) for start in (_PAGE, _PAGE + _pages(self.nbytes))]
-        return [torch.from_numpy(np.asarray(base)).view(self.dtype) for base in bases]
+        starts, memory = (_PAGE, _PAGE + _pages(self.nbytes)), memoryview(self._map)
+        return [bytes_tensor(memory[start : start + self.nbytes]).view(self.dtype) for start in starts]
 
     def _check_open(self) -> None:
         if self.fd < 0:

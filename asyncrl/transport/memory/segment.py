@@ -2,7 +2,7 @@
 
     0     magic, version, bytes of data, run (16 random bytes, drawn at creation), time of creation in ns
     96    CRC32 of bytes 0 to 95; every process that opens the segment checks the CRC32
-    128   secret (tenure, which counts the owners, and 44 random bits);  seal (1: the owner reads no more)
+    128   secret (64 random bits of the present owner);  seal (1: the owner reads no more)
     4096  data
 
 Guarantees
@@ -49,7 +49,6 @@ _MAGIC = int.from_bytes(b"asyncrl\0", "little")
 _VERSION = 2
 _STATIC = struct.Struct("<QIQ16sQ")
 _CRC_AT, _OWNER_WORDS_AT = 96, 128
-_TENURE_BITS = 20
 _PART = r"\.(?:ring|damaged)-[0-9a-f]{16}"
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,119}}?(?:{_PART})?")
 
@@ -100,7 +99,7 @@ class Segment:
 
     def __init__(self, name: str, descriptor: _Descriptor) -> None:
         self.name = name
-        size, self.run, self.created_ns = _read_header(descriptor.fd, descriptor.path)
+        size, self.run = _read_header(descriptor.fd, descriptor.path)
         self.adopted = False
         self._descriptor = descriptor
         self._finalizer = weakref.finalize(self, _Descriptor.close_file, descriptor)
@@ -134,11 +133,10 @@ class Segment:
                 prepare(segment.data)
             fault("segment.link")
             _link(fd, path)
-        except FileExistsError:
-            descriptor.abandon()
-            raise _name_in_use_error(name) from None
-        except BaseException:
-            descriptor.abandon()
+        except BaseException as error:
+            descriptor.close_file()
+            if isinstance(error, FileExistsError):
+                raise _name_in_use_error(name) from None
             raise
         descriptor.keep_name = False  # the name now belongs to this process
         return segment
@@ -157,7 +155,7 @@ class Segment:
             segment = cls(name, descriptor)
             segment._begin_tenure()
         except BaseException:
-            descriptor.abandon()
+            descriptor.close_file()
             raise
         segment.adopted = True
         return segment
@@ -172,19 +170,14 @@ class Segment:
         try:
             return cls(name, descriptor)
         except BaseException:
-            descriptor.abandon()
+            descriptor.close_file()
             raise
 
     # -- state and ownership
 
     @property
-    def tenure(self) -> int:
-        """The number of owners so far, including the current owner."""
-        return self._owner_words[0] & (1 << _TENURE_BITS) - 1
-
-    @property
     def secret(self) -> int:
-        """Random bits and the tenure of this owner. Only a process that can open the file knows the secret."""
+        """A random number of this owner. Only a process that can open the file knows it."""
         return self._owner_words[0]
 
     @property
@@ -202,13 +195,12 @@ class Segment:
         return bool(self._owner_words.view[1])
 
     def seal(self, sealed: bool = True) -> None:
-        """Set the seal before the owner's last read. If that read misses a write, the writer sees the seal afterwards."""
+        """An owner sets the seal before its last read. So a writer whose write came too late for this read sees the seal."""
         self._owner_words.store(1, int(sealed))
 
     def _begin_tenure(self) -> None:
         self._owner_words.store(1, 0)
-        tenure = (self.tenure + 1) & (1 << _TENURE_BITS) - 1
-        self._owner_words.store(0, secrets.randbits(64 - _TENURE_BITS) << _TENURE_BITS | tenure)
+        self._owner_words.store(0, secrets.randbits(64))
 
     def close(self, *, unlink: bool) -> None:
         """Unmap the segment and release the lock. `unlink`: an owner removes the name first. Closing twice is fine.
@@ -235,7 +227,8 @@ class _Descriptor:
     path: str
     owner: bool
     pid: int
-    keep_name: bool = True  # a descriptor that does not own the name must not remove it
+    # True until a constructor has succeeded, and for a process that is not the owner.
+    keep_name: bool = True
 
     def close_file(self) -> None:
         if self.fd < 0 or self.pid != os.getpid():
@@ -247,17 +240,11 @@ class _Descriptor:
         os.close(self.fd)
         self.fd = -1
 
-    def abandon(self) -> None:
-        """Close after a failed constructor. The name stays, and a later finalizer does nothing."""
-        self.keep_name = True
-        self.close_file()
-
     def close_after_fork(self) -> None:
         """In a forked child: close the copied descriptor, so that the lock ends with the parent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        self.owner = False
 
 
 def _after_fork_in_child() -> None:
@@ -293,12 +280,12 @@ def _header(size: int) -> bytes:
     return static + zlib.crc32(static).to_bytes(4, "little")
 
 
-def _read_header(fd: int, path: str) -> tuple[int, bytes, int]:
-    """(bytes of data, run, time of creation in ns). Errors: SegmentDamaged; TransportError for another layout."""
+def _read_header(fd: int, path: str) -> tuple[int, bytes]:
+    """(bytes of data, run). Errors: SegmentDamaged; TransportError for another layout."""
     raw, file_size = os.pread(fd, _CRC_AT + 4, 0), os.fstat(fd).st_size
     if len(raw) < _CRC_AT + 4:
         raise _damaged(path, f"it has {file_size} bytes")
-    magic, version, size, run, created = _STATIC.unpack_from(raw)
+    magic, version, size, run, _created = _STATIC.unpack_from(raw)
     if magic != _MAGIC:
         raise _damaged(path, f"it begins with {magic:#x}")
     if version != _VERSION:
@@ -310,7 +297,7 @@ def _read_header(fd: int, path: str) -> tuple[int, bytes, int]:
         raise _damaged(path, "the CRC32 of its header is wrong")
     if file_size != _file_bytes(size):
         raise _damaged(path, f"{size} bytes of data do not make a file of {file_size} bytes")
-    return size, run, created
+    return size, run
 
 
 def _damaged(path: str, problem: str) -> SegmentDamaged:

@@ -15,17 +15,14 @@ have unmapped it. A launch returns before its kernel ends, so the owner must wai
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
+import torch
 
 from ...errors import LifecycleError, TransportError
 from .segment import Segment
-
-if TYPE_CHECKING:
-    import torch
-
-    from .slab_cuda import CudaMemory
+from .slab_cuda import CudaMemory
 
 _MAGIC = b"slab2\0\0\0"
 _HEAD = struct.Struct("<8sQ8sI")  # magic, bytes of memory, kind, bytes of description
@@ -50,8 +47,6 @@ class Slab:
         size = (size + 63) & -64
         if str(device) == "cpu":
             return cls(Segment.create(name, _HEAD_BYTES + size, prepare=_head_writer(_HOST, size, b"")), size, None)
-        from .slab_cuda import CudaMemory
-
         memory = CudaMemory.allocate(device, size)
         segment = Segment.create(name, _HEAD_BYTES, prepare=_head_writer(_CUDA, size, memory.description))
         return cls(segment, size, memory)
@@ -67,8 +62,6 @@ class Slab:
             _, size, kind, length = _HEAD.unpack_from(segment.data)
             memory: CudaMemory | None = None
             if kind.rstrip(b"\0") != _HOST:
-                from .slab_cuda import CudaMemory
-
                 memory = CudaMemory.open(size, bytes(segment.data[_HEAD.size : _HEAD.size + length]))
             return cls(segment, size, memory)
         except BaseException:
@@ -77,14 +70,11 @@ class Slab:
 
     def tensor(self) -> torch.Tensor:
         """The whole slab as flat writable bytes. Its memory stays mapped as long as the tensor lives. Errors: LifecycleError."""
-        import torch
-
         if self.segment.closed:
             raise LifecycleError(f"slab {self.segment.name!r} is closed")
         if self._memory is not None:
             return self._memory.tensor()
-        data = self.segment.data[_HEAD_BYTES : _HEAD_BYTES + self.size]
-        return torch.from_numpy(np.asarray(_ArrayBase(data)))
+        return bytes_tensor(self.segment.data[_HEAD_BYTES : _HEAD_BYTES + self.size])
 
     def close(self) -> None:
         """Close the slab. Its memory is unmapped with its last tensor in this process. Closing twice is fine."""
@@ -98,12 +88,19 @@ class Slab:
         self.close()
 
 
+def bytes_tensor(data: memoryview) -> torch.Tensor:
+    """Mapped memory as flat bytes, mapped as long as the tensor lives. The tensor does not know whether the memory is read-only."""
+    return torch.from_numpy(np.asarray(_ArrayBase(data)))
+
+
 class _ArrayBase:
-    """The `base` of an array. Its memoryview keeps the memory mapped while the array lives, also after the segment was closed."""
+    """The `base` of an array, which keeps the memory mapped. The array claims to be writable even if the memory is read-only: torch
+    has no read-only tensors, and warns about read-only arrays."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
-        self.__array_interface__ = np.frombuffer(data, np.uint8).__array_interface__
+        interface = np.frombuffer(data, np.uint8).__array_interface__
+        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
 
 
 def _head_writer(kind: bytes, size: int, description: bytes) -> Any:

@@ -15,27 +15,19 @@ Contract
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from ...concurrency.shield import record_wait
 
 if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
     from ...telemetry.records import Cause
 
 T = TypeVar("T")
-
-
-def record_wait(recorder: Recorder | None, need: str, on: str, cause: Cause | None) -> AbstractContextManager[object]:
-    """A context in which the recorder shows that the current task waits for `need` from `on`."""
-    if recorder is None:
-        return nullcontext()
-    task = asyncio.current_task()
-    return recorder.wait(task.get_name() if task else "?", need, on=on, cause=cause)
 
 
 class _QueueEnd(Generic[T]):
@@ -118,33 +110,3 @@ def open_queue(name: str, capacity: int, recorder: Recorder | None = None) -> tu
         raise ValueError(f"queue {name!r}: capacity must be at least 1, found {capacity}")
     send, receive = anyio.create_memory_object_stream[T](capacity)
     return QueueSender(name, send, recorder), QueueReceiver(name, receive, recorder)
-
-
-async def wait_for_wake(waiters: deque[asyncio.Future[None]]) -> None:
-    """Wait until `wake_one` or `wake_all` wakes this task. A cancelled task passes its wake-up to the next waiter."""
-    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    waiters.append(future)
-    try:
-        await future
-    except asyncio.CancelledError:
-        if future.cancelled():
-            if future in waiters:
-                waiters.remove(future)
-        else:
-            wake_one(waiters)
-        raise
-
-
-def wake_one(waiters: deque[asyncio.Future[None]]) -> None:
-    """Wake the task that has waited longest."""
-    while waiters:
-        future = waiters.popleft()
-        if not future.done():
-            future.set_result(None)
-            return
-
-
-def wake_all(waiters: deque[asyncio.Future[None]]) -> None:
-    """Wake every task that waits."""
-    while waiters:
-        wake_one(waiters)

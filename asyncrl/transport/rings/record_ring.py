@@ -35,11 +35,11 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from ...concurrency.shield import record_wait
 from ...errors import ArenaOwned, LifecycleError, OutOfMemory, RecordError, SegmentDamaged, TransportError
 from ...records.read import Record
 from .. import rendezvous
 from ..memory.segment import Segment, locked, new_part, parts_of, path_of
-from ..queues.queue import record_wait, wait_for_wake, wake_all, wake_one
 from .link import Link, ProducerListener
 from .ring import ring_bytes
 from .types import Delivery, RingSettings, RingStatistics, SeenMembers
@@ -69,7 +69,7 @@ class RecordRing:
         self._links: dict[bytes, Link] = {}
         self._damaged_links: list[Link] = []  # found damaged while open; their records may be in use
         self._ready: deque[tuple[Link, int, int]] = deque()  # link, slot, sequence
-        self._getters: deque[asyncio.Future[None]] = deque()
+        self._wake = asyncio.Event()  # there may be something for the consumer
         self._segment: Segment | None = None  # of the name itself
         self._version = -1
         self._listener: ProducerListener | None = None  # None before opening and after `end_intake`
@@ -195,7 +195,7 @@ class RecordRing:
     def _close_all(self, *, keep_name: bool) -> bool:
         """Close all rings. `keep_name`: keep the name even without rings. Returns whether the name was kept."""
         self._state = "closed"
-        wake_all(self._getters)
+        self._wake.set()
         for link in (*self._links.values(), *self._damaged_links):
             link.close(self._loop, unlink=False)
         self._close_listener()
@@ -256,7 +256,8 @@ class RecordRing:
                 except anyio.ClosedResourceError:
                     raise end_error from None
             with record_wait(self.recorder, "a record", f"a producer of ring {self.name}", None):
-                await wait_for_wake(self._getters)
+                self._wake.clear()
+                await self._wake.wait()
 
     def publish_version(self, version: int) -> None:
         """Publish the policy version to all producers."""
@@ -308,7 +309,7 @@ class RecordRing:
             callback(*arguments)
         except Exception as error:
             self._failure = self._failure or error
-            wake_all(self._getters)
+            self._wake.set()
 
     def _on_data(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -321,7 +322,7 @@ class RecordRing:
             return
         for slot, sequence in link.reader.poll():
             self._ready.append((link, slot, sequence))
-            wake_one(self._getters)
+            self._wake.set()
         if link.reader.lost and self._links.get(link.producer) is link:
             # Records found before can still be taken. The producer attaches again and gets a new ring.
             self._drop_link(link)
@@ -386,8 +387,8 @@ class RecordRing:
         used = sum(len(link.segment.data) for link in self._links.values())
         if used + size > settings.total_bytes:
             raise OutOfMemory(
-                f"no room for one more producer: {len(self._links)} have a ring, together {used:,} of {settings.total_bytes:,} bytes, and "
-                f"one more takes {size:,}; raise door.ring_mib or lower door.producer_mib"
+                f"no room for one more producer: {len(self._links)} have a ring, together {used:,} of {settings.total_bytes:,} "
+                f"bytes, and one more takes {size:,}; raise door.ring_mib or lower door.producer_mib"
             )
         name = new_part(self.name, "ring")
         self._links[producer] = link = Link.create(name, producer, pid, settings.slots, settings.payload_bytes)
@@ -437,7 +438,7 @@ class RecordRing:
         if link.ended() and not link.end_announced:
             link.end_announced = True
             self._ready.append((link, _PRODUCER_END, 0))
-            wake_one(self._getters)
+            self._wake.set()
         self._free_if_ended(link)
 
     def _free_if_ended(self, link: Link) -> None:
