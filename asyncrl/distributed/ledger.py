@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from ..concurrency.shield import record_wait
 from ..errors import LedgerError, LifecycleError
 from ..types import ClaimState, LedgerStatistics, Ticket
-from .reservation import Late, Reservation
+from .reservation import Reservation
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
@@ -65,39 +65,19 @@ class _Applicant:
 
 
 class LocalLedger:
-    """See `ports.Ledger`. `async with` is optional. Its exit closes the ledger, so waiters raise LifecycleError.
+    """See `ports.Ledger`. `async with` is optional. Its exit closes the ledger, so waiters raise LifecycleError."""
 
-    groups_per_step, max_staleness: there are `(max_staleness + 1) * groups_per_step` slots.
-    late: "wait" reserves places so that no group is ever too old; with "drop" the caller drops the groups of `expired()`.
-    turn: the first turn; larger than 0 after a resume. warmup: turns below this number have only the slots of one step.
-    """
-
-    def __init__(
-        self,
-        groups_per_step: int,
-        max_staleness: int,
-        late: Late = "wait",
-        turn: int = 0,
-        recorder: Recorder | None = None,
-        *,
-        warmup: int = 0,
-    ) -> None:
+    def __init__(self, books: Reservation, recorder: Recorder | None = None) -> None:
+        """Goes on with `books`. If the books have several ranks, callers pass the number of their rank to the methods."""
         # Other modules only read the books.
-        self.books = Reservation(groups_per_step, max_staleness, late, turn, warmup=warmup)
+        self.books = books
         self._recorder = recorder
-        self.first_turn = turn
+        self.first_turn = books.turn
         self._changes = Changes()
         # By rank if ranks have shares: a rank whose share is admitted must not block another rank. Else all are in queue 0.
         self._queues: dict[int, deque[_Applicant]] = {}
         self.on_change: Callable[[], None] | None = None
         self._closed = False
-
-    @classmethod
-    def over(cls, books: Reservation) -> LocalLedger:
-        """A ledger with these books. Callers pass the number of their rank to its methods."""
-        ledger = cls(books.groups_per_step, books.max_staleness, books.late, books.turn)
-        ledger.books = books
-        return ledger
 
     async def __aenter__(self) -> LocalLedger:
         return self

@@ -25,7 +25,7 @@ from ..errors import LedgerError, LifecycleError
 from ..types import ClaimState, LedgerStatistics, Ticket
 from .ledger import Changes, LocalLedger
 from .line import LineClient, LineServer
-from .reservation import Reservation, first_by_deadline
+from .reservation import Reservation, describe_step, first_by_deadline
 
 if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
@@ -43,7 +43,7 @@ class LedgerServer:
     """The books at rank 0, and the operations of all ranks on these books."""
 
     def __init__(self, line: LineServer, books: Reservation) -> None:
-        self.ledger = LocalLedger.over(books)
+        self.ledger = LocalLedger(books)
         # Ranks whose last claim got no place, and whose next claim would get none either.
         self._refused = set[int]()
         # Per rank: set when a change removes the rank from `_refused`, cleared by the next state that the rank gets.
@@ -376,14 +376,8 @@ class LineLedger:
     def describe(self) -> str:
         """One sentence for error messages: the open step, and the group for which the step waits."""
         s = self.statistics()
-        waits = "rank 0 knows the earliest deadline" if s.live else "no group is live"
-        if self._earliest is not None:
-            rank, ticket = self._earliest
-            waits = f"the earliest deadline is {ticket.deadline} (group {ticket.group_id} of rank {rank})"
-        return (
-            f"turn {s.turn}: {s.claimed} of {self._settings[0]} places claimed, {s.live} live, {s.held} held for publish, "
-            f"{s.slots - s.live - s.claimed - s.held} of {s.slots} slots free; {waits}"
-        )
+        unknown = "rank 0 knows the earliest deadline" if s.live else "no group is live"
+        return describe_step(s, self._settings[0], self._earliest, unknown)
 
     def remote_cause(self) -> str | None:
         self._refresh()

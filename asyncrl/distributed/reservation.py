@@ -78,6 +78,21 @@ def first_by_deadline(tickets: Iterable[Ticket]) -> list[Ticket]:
     return [*first.values()]
 
 
+def describe_step(
+    s: LedgerStatistics, places: int, first: tuple[int, Ticket] | None, unknown: str = "no group is live"
+) -> str:
+    """One sentence for error messages. `places`: of a step. `first`: rank and ticket of the group with the earliest deadline; None:
+    the sentence ends with `unknown`."""
+    waits = unknown
+    if first is not None:
+        rank, ticket = first
+        waits = f"the earliest deadline is {ticket.deadline} (group {ticket.group_id} of rank {rank})"
+    return (
+        f"turn {s.turn}: {s.claimed} of {places} places claimed, {s.live} live, {s.held} held for publish, "
+        f"{s.slots - s.live - s.claimed - s.held} of {s.slots} slots free; {waits}"
+    )
+
+
 @dataclass(slots=True)
 class ReservedGroup:
     """A group that holds a slot and is not trained yet. `rank` has the group: it admitted the group, or the group arrived there."""
@@ -115,9 +130,6 @@ class Reservation:
     trained: int = 0
     dropped: int = 0
     failed: int = 0
-    # The last result of `acknowledged_turn`, and the last rank with that turn: most calls look only at this rank.
-    _acknowledged_turn: int = field(default=-1, init=False)
-    _slowest: int = field(default=0, init=False)
     # Derived from `entries` by `_count`, so that no transition looks at all entries. `_live`: deadline -> live groups by id.
     _live: dict[int, dict[int, ReservedGroup]] = field(default_factory=dict, init=False)
     _assigned: Counter[int] = field(default_factory=Counter, init=False)  # training rank -> tokens of its groups
@@ -175,7 +187,7 @@ class Reservation:
         # Ranks with lower numbers may join after this one.
         self.acknowledged += [_NO_ENGINE] * missing
         self.exhausted += [True] * missing
-        self.acknowledged[rank], self._acknowledged_turn = turn, -1
+        self.acknowledged[rank] = turn
         # The last rank with an engine counts as not exhausted even after its loss (`lose_generator`). From now on it is exhausted.
         self.exhausted = [
             done or engine == _NO_ENGINE for done, engine in zip(self.exhausted, self.acknowledged, strict=True)
@@ -197,11 +209,8 @@ class Reservation:
 
     def acknowledged_turn(self) -> int:
         """`a`: the oldest policy that an engine may still sample from."""
-        if self.acknowledged[self._slowest] != self._acknowledged_turn:
-            self._acknowledged_turn = min(self.acknowledged)
-            self._slowest = len(self.acknowledged) - 1 - self.acknowledged[::-1].index(self._acknowledged_turn)
         # The turn itself if no rank has an engine.
-        return min(self.turn, self._acknowledged_turn)
+        return min(self.turn, *self.acknowledged)
 
     def fits(self, deadline: int, *, claim: bool) -> bool:
         """Whether the invariant I holds after a group with this deadline is claimed, or (claim=False) admitted."""
@@ -217,9 +226,6 @@ class Reservation:
                 return False
         return True
 
-    def _live_count(self) -> int:
-        return len(self.entries) - self.claimed
-
     def expired(self) -> list[Ticket]:
         """Live tickets past their deadline; always empty with `late="wait"`."""
         return [e.ticket for e in self.entries.values() if not e.claimed and e.ticket.deadline < self.turn]
@@ -232,15 +238,14 @@ class Reservation:
         """No further group can get a place in the open step: all places are claimed, or no group is live and none will come."""
         if self.claimed == self.groups_per_step:
             return True
-        return self.claimed > 0 and self._live_count() == 0 and all(self.exhausted)
+        return self.claimed > 0 and not self._live and all(self.exhausted)
 
     def statistics(self) -> LedgerStatistics:
-        held = sum(self.held.values())
         return LedgerStatistics(
             turn=self.turn,
-            live=self._live_count(),
+            live=len(self.entries) - self.claimed,
             claimed=self.claimed,
-            held=held,
+            held=sum(self.held.values()),
             admitted=self.admitted,
             trained=self.trained,
             dropped=self.dropped,
@@ -262,16 +267,9 @@ class Reservation:
         return share - sum(entry.rank == rank for entry in self.entries.values())
 
     def describe(self) -> str:
-        """One sentence for error messages and the watchdog: what the open step waits for."""
+        """One sentence for error messages and the watchdog: the open step, and what it waits for."""
         first = self.first_live()
-        waits = "no group is live"
-        if first is not None:
-            t = first.ticket
-            waits = f"the earliest deadline is {t.deadline} (group {t.group_id} of rank {first.rank})"
-        return (
-            f"turn {self.turn}: {self.claimed} of {self.groups_per_step} places claimed, {self._live_count()} live, "
-            f"{sum(self.held.values())} held for publish, {self.slots - self.slots_held} of {self.slots} slots free; {waits}"
-        )
+        return describe_step(self.statistics(), self.groups_per_step, first and (first.rank, first.ticket))
 
     # -- transitions -----------------------------------------------------------------------------------------------
 
@@ -341,10 +339,6 @@ class Reservation:
         fewest = min(map(self._in_step.__getitem__, able), default=0)
         return [rank for rank in able if self._in_step[rank] == fewest]
 
-    def _is_ahead(self, rank: int) -> bool:
-        """Whether another rank has fewer tokens in the open step and a group that may have a place."""
-        return any(self._in_step[other] < self._in_step[rank] for other in self.claimants()[:1])
-
     def _may_claim(self, deadline: int) -> bool:
         return deadline >= self.turn and (self.late == "drop" or self.fits(deadline, claim=True))
 
@@ -352,7 +346,10 @@ class Reservation:
         """Give a place to the first ticket that may have one; None if none may. Tries the first ticket of each deadline, until one
         gets the place. `rank`: the rank that trains the group, if another rank may have admitted it. Errors: LedgerError if a tried
         ticket is not live."""
-        if self.claimed >= self.groups_per_step or (rank is not None and self._is_ahead(rank)):
+        if self.claimed >= self.groups_per_step:
+            return None
+        # `rank` waits while another rank has fewer tokens in the open step and a group that may have a place.
+        if rank is not None and any(self._in_step[other] < self._in_step[rank] for other in self.claimants()[:1]):
             return None
         for ticket in first_by_deadline(ready):
             entry = self._live_entry(ticket)

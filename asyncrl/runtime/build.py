@@ -183,7 +183,7 @@ def make_ledger(run: OpenRun) -> Any:
     turn = run.saved.turn if run.saved else 0
     bounds = (rollout.groups_per_step, turns_bound(config), rollout.late, turn)
     if run.line is None:
-        return LocalLedger(*bounds, recorder=run.recorder, warmup=rollout.sync_warmup_steps)
+        return LocalLedger(Reservation(*bounds, warmup=rollout.sync_warmup_steps), run.recorder)
     has_prompts = run.decided.rows is not None or config.data.train is not None
     # Only the run's own prompts spread evenly over the ranks. Groups of a program or a door may all arrive at one rank.
     shares_per_rank = config.preset == "sync" and has_prompts and not world.roles.differ

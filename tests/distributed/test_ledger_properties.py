@@ -50,7 +50,7 @@ class Run:
         self.p_drop = rng.choice([0.0, 0.0, 0.2])
         self.p_abort = rng.choice([0.0, 0.1])
         self.publish_s = rng.choice([0.0, 1.0, 20.0])
-        self.ledger = LocalLedger(self.k, self.m, late=self.late)
+        self.ledger = LocalLedger(Reservation(self.k, self.m, late=self.late))
         self.ready: list[Ticket] = []
         self.oldest: dict[int, int] = {}  # group -> version of the weights that sampled its first token
 
@@ -291,7 +291,7 @@ def test_cancellation_storms_leave_the_books_balanced() -> None:
 
     async def main(seed: int) -> None:
         rng = random.Random(seed)
-        ledger = LocalLedger(2, 1)
+        ledger = LocalLedger(Reservation(2, 1))
         held: list[Ticket] = []
 
         async def admit(group_id: int) -> None:

@@ -16,6 +16,7 @@ from asyncrl.data.prompts import REROLLS, PromptSource
 from asyncrl.data.store import Store
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.line import LineClient, LineServer
+from asyncrl.distributed.reservation import Reservation
 from asyncrl.errors import DataError, RankLost
 from asyncrl.pumps.book import GroupBook
 from asyncrl.pumps.dispatch import Dispatch
@@ -94,7 +95,7 @@ async def take(remote: Remote) -> int | None:
 async def test_all_ranks_take_the_prompts_of_one_cursor_in_its_order() -> None:
     async with connected(1, 2, 3) as ranks:
         cursor = source(max_epochs=1)
-        ranks.dispatch.start(cursor, LocalLedger(4, 1))
+        ranks.dispatch.start(cursor, LocalLedger(Reservation(4, 1)))
         taken = [await take(ranks.remote(1 + number % 3)) for number in range(9)]
         assert taken == [*range(8), None]
         assert await ranks.remote(1).next() is None and cursor.next() is None
@@ -102,7 +103,7 @@ async def test_all_ranks_take_the_prompts_of_one_cursor_in_its_order() -> None:
 
 async def test_every_rank_learns_how_long_a_group_takes_on_the_other_ranks() -> None:
     async with connected(1, 2, 3) as ranks:
-        ranks.dispatch.start(source(), LocalLedger(4, 1))
+        ranks.dispatch.start(source(), LocalLedger(Reservation(4, 1)))
         one, two, three = (ranks.remote(number) for number in (1, 2, 3))
         await one.next([2.0, 4.0])
         await two.next([9.0])
@@ -115,7 +116,7 @@ async def test_every_rank_learns_how_long_a_group_takes_on_the_other_ranks() -> 
 
 async def test_a_prompt_counts_as_handed_until_its_group_is_admitted() -> None:
     async with connected(1, 2) as ranks:
-        ranks.dispatch.start(source(), LocalLedger(4, 1))
+        ranks.dispatch.start(source(), LocalLedger(Reservation(4, 1)))
         first = await ranks.remote(1).next()
         assert first is not None and first.prompt == "prompt 0" and ranks.dispatch.unadmitted() == {0}
         # The answer to a request that was cancelled may be lost, so the next request gets it again.
@@ -156,7 +157,7 @@ async def test_a_rank_that_joins_learns_what_was_told_and_is_asked_once_it_gener
 async def test_in_order_a_prompt_waits_until_the_prompts_before_it_are_admitted() -> None:
     """Else another rank could pass the rank with the earlier prompt, and two runs would train different steps."""
     async with connected(1, 2, in_order=True) as ranks, anyio.create_task_group() as tasks:
-        ranks.dispatch.start(source(), LocalLedger(4, 1))
+        ranks.dispatch.start(source(), LocalLedger(Reservation(4, 1)))
         assert (first := await ranks.remote(1).next()) is not None and first.group_id == 0
         taken: list[int | None] = []
 
@@ -183,14 +184,14 @@ async def test_requests_wait_until_the_cursor_is_restored() -> None:
         await anyio.wait_all_tasks_blocked()
         cursor = source()
         assert [cursor.next() for _ in range(3)] and not taken
-        ranks.dispatch.start(cursor, LocalLedger(4, 1))
+        ranks.dispatch.start(cursor, LocalLedger(Reservation(4, 1)))
         await answered.wait()
         assert taken == [3]
 
 
 async def test_prompts_of_a_lost_rank_are_played_by_others() -> None:
     async with connected(1, 2) as ranks:
-        ranks.dispatch.start(source(), LocalLedger(4, 1))
+        ranks.dispatch.start(source(), LocalLedger(Reservation(4, 1)))
         assert [await take(ranks.remote(1)) for _ in range(3)] == [0, 1, 2]
         await ranks.remote(1).next()
         ranks.dispatch.lose("rank 1", [1, 2 + REROLLS * 0])
@@ -205,7 +206,7 @@ async def test_prompts_of_a_lost_rank_are_played_by_others() -> None:
 
 async def test_prompts_of_a_lost_rank_come_back_after_the_last_one() -> None:
     """A rank that got no prompt would end, and nobody would play the prompts that come back."""
-    ledger, cursor = LocalLedger(4, 1), source(max_epochs=1)
+    ledger, cursor = LocalLedger(Reservation(4, 1)), source(max_epochs=1)
     assert all(cursor.next() for _ in range(5))
     async with connected(1, 2) as ranks, anyio.create_task_group() as tasks:
         ranks.dispatch.start(cursor, ledger)
@@ -234,7 +235,7 @@ async def test_prompts_of_a_lost_rank_come_back_after_the_last_one() -> None:
 async def test_a_rank_that_reads_other_prompts_is_refused() -> None:
     other = source([{"prompt": f"other {number}"} for number in range(8)])
     async with connected(1, prompts=other) as ranks:
-        ranks.dispatch.start(source(), LocalLedger(4, 1))
+        ranks.dispatch.start(source(), LocalLedger(Reservation(4, 1)))
         with pytest.raises(DataError, match="are not those of rank 0"):
             await ranks.remote(1).next()
 
@@ -260,7 +261,7 @@ async def test_a_rank_that_plays_fewer_groups_gets_fewer_rows_of_an_evaluation()
     shares: dict[int, int] = {}
 
     async with connected(1, 2, 3, play=play) as ranks:
-        ranks.dispatch.start(source(), LocalLedger(4, 1))
+        ranks.dispatch.start(source(), LocalLedger(Reservation(4, 1)))
         for rank, groups in ((1, 9), (2, 9), (3, 0)):
 
             async def counted(version: int, rows: Sequence[int], rank: int = rank) -> list[Sample]:
@@ -394,7 +395,7 @@ async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> 
     async def report() -> None:
         reports.append(ports.recorder.take_counts(("staleness/",)))
 
-    async with LocalLedger(1, 1, "drop") as ledger:
+    async with LocalLedger(Reservation(1, 1, "drop")) as ledger:
         ports: Any = SimpleNamespace(
             config=Config.model_validate({"rollout": {"late": "drop"}}),
             ledger=ledger,

@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from asyncrl.distributed.ledger import LocalLedger
+from asyncrl.distributed.reservation import Reservation
 from asyncrl.pumps.dispatch import Dispatch
 from asyncrl.pumps.pace import Pace
 from asyncrl.telemetry.recorder import Recorder
@@ -42,7 +43,7 @@ class Cluster:
     ) -> None:
         self.speeds, self.wide, self.steps, self.sigma, self.paced, self.seed = speeds, wide, steps, sigma, paced, seed
         groups = max(K, len(speeds))
-        self.ledger = LocalLedger(groups, staleness)
+        self.ledger = LocalLedger(Reservation(groups, staleness))
         self.dispatch = Dispatch(Line(), Recorder(max_events=0), [], in_order=False)  # type: ignore[arg-type]
         most = -(-groups * (staleness + 1) // len(speeds))
         self.paces = [Pace(most, lambda: self.ledger.statistics().admitted) for _ in speeds]

@@ -12,6 +12,7 @@ from pumps_plan import Lease, Plan, make_prompt, make_trajectory
 
 from asyncrl.data.store import Store
 from asyncrl.distributed.ledger import LocalLedger
+from asyncrl.distributed.reservation import Reservation
 from asyncrl.errors import (
     DataError,
     DivergenceError,
@@ -51,7 +52,7 @@ def test_a_failed_group_gives_back_one_slot_whatever_fails_after_it() -> None:
 async def test_reasons_of_their_own_for_each_failed_group_are_bounded() -> None:
     """Each would be a metric, a curve of the report and a line at the end."""
     recorder = Recorder(max_events=0)
-    ledger = LocalLedger(1, 0, recorder=recorder)
+    ledger = LocalLedger(Reservation(1, 0), recorder)
     book = GroupBook(ledger, Store())
     for group in range(200):
         ticket = await ledger.admit(group)

@@ -20,7 +20,7 @@ from transport_records import SMALL, groups, pair, planned, whole
 from asyncrl.errors import LifecycleError, RecordTooLarge, RingDetached, RingFull
 from asyncrl.records.layout import HEADER
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport import rendezvous
+from asyncrl.transport.rings.attachment import address as address_of
 from asyncrl.transport.rings.producer import AsyncProducer, Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.ring import RingMemory, RingReader, RingWriter, format_ring, ring_bytes
@@ -174,7 +174,7 @@ async def test_the_version_is_read_without_asking(name: str) -> None:
 async def test_strangers_at_the_door_are_told_why(name: str) -> None:
     async with pair(name) as (ring, _):
         assert ring._segment is not None
-        address = rendezvous.address(ring._segment)
+        address = address_of(ring._segment)
         for message, words in (
             (b"garbage", "not of this protocol"),
             (b"[]", "not of this protocol"),

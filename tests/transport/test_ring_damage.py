@@ -1,4 +1,4 @@
-"""Record ring under attack: openings that fail, memory that is written over, strangers at the rendezvous."""
+"""Record ring under attack: openings that fail, memory that is written over, strangers at the owner's socket."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transport_helpers import ROOT, both_loops, child, environment, finish, line
 from transport_records import OWNER, SMALL, drop, groups, planned, whole
 
 from asyncrl.cli.app import main
-from asyncrl.transport import rendezvous
 from asyncrl.transport.inventory import clear, inventory
 from asyncrl.transport.memory.segment import Segment, parts_of, path_of
+from asyncrl.transport.rings.attachment import address
 from asyncrl.transport.rings.producer import AsyncProducer
 from asyncrl.transport.rings.record_ring import RecordRing
 
@@ -146,7 +146,7 @@ sys.stdin.read()
 def address_of(name: str) -> str:
     segment = Segment.attach(name)
     try:
-        return rendezvous.address(segment)
+        return address(segment)
     finally:
         segment.close(unlink=False)
 

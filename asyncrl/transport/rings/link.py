@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from ...errors import TransportError
-from .. import rendezvous
 from ..memory.segment import Segment
+from . import attachment
 from .ring import CLOSED, RingMemory, RingReader, format_ring, ring_bytes
 from .types import RingStatistics
 
@@ -173,7 +173,7 @@ class ProducerListener:
                 self._retry = self._loop.call_later(PAUSE_S, self._call, self._listen)
                 return
             connection.setblocking(False)
-            if rendezvous.is_same_user(connection):
+            if attachment.is_same_user(connection):
                 self._pending.add(connection)
                 self._loop.add_reader(connection.fileno(), self._call, self._on_hello, connection)
             else:

@@ -27,11 +27,10 @@ from functools import partial
 
 from ...errors import LifecycleError, RingDetached, RingFull
 from ...records.write import Plan
-from .. import rendezvous
 from ..memory import segment as segments
 from ..memory.segment import Segment, path_of
 from ..memory.words import fault
-from ..rendezvous import Attachment
+from .attachment import Attachment, attach
 from .ring import RingMemory, RingWriter
 from .waits import SLICE_S, LoopWaits, ThreadWaits, Waits, run_blocking, stopped_s
 
@@ -92,7 +91,7 @@ class ProducerCore:
         try:
             segment = Segment.attach(self.name)
             try:
-                attachment = rendezvous.attach(segment, self.identity, deadline)
+                attachment = attach(segment, self.identity, deadline)
             finally:
                 segment.close(unlink=False)
             if attachment is None:

@@ -38,8 +38,8 @@ import anyio
 from ...concurrency.shield import record_wait
 from ...errors import ArenaOwned, LifecycleError, OutOfMemory, RecordError, SegmentDamaged, TransportError
 from ...records.read import Record
-from .. import rendezvous
 from ..memory.segment import Segment, locked, new_part, parts_of, path_of
+from . import attachment
 from .link import Link, ProducerListener
 from .ring import ring_bytes
 from .types import Delivery, RingSettings, RingStatistics, SeenMembers
@@ -102,7 +102,7 @@ class RecordRing:
         self._data_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Listen before reading the rings: `_complete_put` in producer.py relies on this order.
         self._listener = ProducerListener(
-            self._loop, rendezvous.listen(segment), self._counts, self._run_callback, self._on_hello
+            self._loop, attachment.listen(segment), self._counts, self._run_callback, self._on_hello
         )
         self._loop.add_reader(self._data_event, self._run_callback, self._on_data)
         replayed = []
@@ -347,7 +347,7 @@ class RecordRing:
     def _on_hello(self, connection: socket.socket) -> None:
         assert self._listener is not None
         try:
-            message, fds = rendezvous.receive(connection)
+            message, fds = attachment.receive(connection)
             for fd in fds:
                 os.close(fd)
             link = self._admit(connection, message)
@@ -359,7 +359,7 @@ class RecordRing:
         except TransportError as error:
             self._counts.refused += 1
             with contextlib.suppress(OSError):
-                rendezvous.send(connection, {"error": str(error)[:2000]})
+                attachment.send(connection, {"error": str(error)[:2000]})
             self._listener.reject(connection)
             return
         except Exception:
@@ -371,13 +371,13 @@ class RecordRing:
 
     def _admit(self, connection: socket.socket, message: dict[str, object]) -> Link:
         """Answer a hello with the producer's earlier ring or a new one. Errors: TransportError, whose text is the answer."""
-        producer = rendezvous.producer_id(message)
+        producer = attachment.producer_id(message)
         link = self._links.get(producer)
         is_new = link is None
         if link is None:
-            link = self._new_link(producer, rendezvous.peer(connection)[0])
+            link = self._new_link(producer, attachment.peer(connection)[0])
         answer = {"ring": link.segment.name, "fresh": is_new}
-        rendezvous.send(connection, answer, [self._data_event, link.open_space_event()])
+        attachment.send(connection, answer, [self._data_event, link.open_space_event()])
         return link
 
     def _new_link(self, producer: bytes, pid: int) -> Link:

@@ -29,6 +29,7 @@ from asyncrl.config.resolve import resolve, turns_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.store import Store
 from asyncrl.distributed.ledger import LocalLedger
+from asyncrl.distributed.reservation import Reservation
 from asyncrl.pumps.book import GroupBook, GroupIds
 from asyncrl.pumps.graph import Graph
 from asyncrl.pumps.intake import Intake
@@ -97,7 +98,8 @@ class Way:
     async def __aenter__(self) -> Way:
         config, self._stack = self.config, AsyncExitStack()
         rollout, given = config.rollout, flat_values(config.algorithm)
-        ledger = LocalLedger(rollout.groups_per_step, turns_bound(config), rollout.late, recorder=self.recorder)
+        books = Reservation(rollout.groups_per_step, turns_bound(config), rollout.late)
+        ledger = LocalLedger(books, self.recorder)
         self._ledger = await self._stack.enter_async_context(ledger)
         self._store = self._stack.enter_context(Store(self.recorder))
         ports = Ports(

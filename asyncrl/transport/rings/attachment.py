@@ -1,4 +1,4 @@
-"""The rendezvous: one AF_UNIX socket per owner. The owner sends each producer its ring's name and two eventfds, but no records.
+"""How a producer attaches: one AF_UNIX socket per owner. Through it the owner sends a ring's name and two eventfds, but no records.
 
     producer                                   owner
     {protocol, producer}                  ->
@@ -14,17 +14,17 @@ Therefore each side asks the kernel for the user of the other side, and closes t
 from __future__ import annotations
 
 import array
-import errno
 import json
 import os
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import RingDetached, TransportError
-from .memory.segment import Segment
+from ...errors import RingDetached, TransportError
+from ..memory.segment import Segment
 
 PROTOCOL = 2
 _MAX_MESSAGE_BYTES = 4096
@@ -78,18 +78,14 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             raise EOFError("the other side closed the connection")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise TransportError(
-                f"a message at the rendezvous is longer than {_MAX_MESSAGE_BYTES} bytes, or its descriptors exceed `ulimit -n`"
+                f"a message about a ring is longer than {_MAX_MESSAGE_BYTES} bytes, or its descriptors exceed `ulimit -n`"
             )
-        message = json.loads(raw)
-        if not isinstance(message, dict):
-            raise ValueError("no object")
-    except ValueError as error:
-        _close(list(fds))
-        raise TransportError(f"a message at the rendezvous is not of this protocol: {error}") from error
-    except BaseException:
-        _close(list(fds))
+        return dict(json.loads(raw)), list(fds)
+    except BaseException as error:
+        _close(fds)
+        if isinstance(error, ValueError | TypeError):
+            raise TransportError(f"a message about a ring is not of this protocol: {error}") from error
         raise
-    return message, list(fds)
 
 
 def producer_id(hello: dict[str, Any]) -> bytes:
@@ -107,7 +103,7 @@ def producer_id(hello: dict[str, Any]) -> bytes:
     return producer
 
 
-def _close(fds: list[int]) -> None:
+def _close(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
 
@@ -136,25 +132,11 @@ def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | N
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            connection.connect(address(segment))
-            if not is_same_user(connection):  # another user bound a dead owner's address
-                connection.close()
-                return None
-            send(connection, {"protocol": PROTOCOL, "producer": producer.hex()})
-            answer, fds = receive(connection)
-        except TimeoutError:
-            raise RingDetached(
-                f"the owner of the ring {segment.name!r} does not answer; its event loop is blocked, or it is stopped"
-            ) from None
-        except EOFError:
-            connection.close()
-            return None
-        except OSError as error:
-            if error.errno not in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
-                raise
-            connection.close()
-            return None
+        connection.connect(address(segment))
+        if not is_same_user(connection):
+            raise EOFError("another user bound a dead owner's address")
+        send(connection, {"protocol": PROTOCOL, "producer": producer.hex()})
+        answer, fds = receive(connection)
         if "error" in answer:
             raise RingDetached(f"the owner of the ring {segment.name!r} refused: {answer['error']}")
         if len(fds) != 2:
@@ -162,6 +144,12 @@ def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | N
             raise RingDetached(f"the owner of the ring {segment.name!r} sent {len(fds)} descriptors; 2 expected")
         connection.setblocking(False)
         return Attachment(connection, answer["ring"], answer["fresh"], *fds)
-    except BaseException:
+    except BaseException as error:
         connection.close()
+        if isinstance(error, TimeoutError):
+            raise RingDetached(
+                f"the owner of the ring {segment.name!r} does not answer; its event loop is blocked, or it is stopped"
+            ) from None
+        if isinstance(error, EOFError | ConnectionRefusedError | ConnectionResetError | BrokenPipeError):
+            return None
         raise
