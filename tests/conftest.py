@@ -36,7 +36,7 @@ MAY_BLOCK: dict[tuple[str, tuple[str, ...]], str] = {
     ("asyncrl/transport/rings/record_ring.py", ("_rename_damaged",)): "a name in /dev/shm: no disk",
     (
         "asyncrl/transport/memory/segment.py",
-        ("check_platform", "close_file", "owner_of", "parts_of", "_link", "_still_named"),
+        ("check_platform", "close", "owner_of", "parts_of", "_link", "_still_named"),
     ): "names in /dev/shm and /proc: no disk",
     ("asyncrl/concurrency/child.py", ("_start",)): "in a thread, a cancellation could lose the process",
     ("asyncrl/concurrency/child.py", ("open_output", "_on_end", "__init__")): "its log, beside the process",

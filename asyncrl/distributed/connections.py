@@ -1,7 +1,7 @@
 """The lines from generating ranks to training ranks, beside the line to rank 0.
 
-training rank    has a LineServer of its own and tells rank 0 its address; rank 0 uses the server of the line to rank 0
-generating rank  asks rank 0 for the address of a training rank when it first needs that rank
+training rank    has a LineServer of its own, and announces its address to rank 0; rank 0 uses the server that all ranks know
+generating rank  gets the address of a training rank from rank 0 when it first needs that rank
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Connections:
         return await self._stack.enter_async_context(await server.open(host))
 
     async def announce(self, server: LineServer) -> None:
-        """Tell rank 0 the address of this rank's server. Errors: RankLost."""
+        """Announce the address of this rank's server to rank 0. Errors: RankLost."""
         if isinstance(self._line, LineClient):
             await self._line.ask(_HERE, ["set", [str(self._rank)]], [server.address.encode()])
 
@@ -62,13 +62,11 @@ class Connections:
         async with self._lock:
             if rank not in self._clients:
                 line, get = self._line, ["get", [str(rank)]]
-                asked = line.ask(_WHERE, get) if isinstance(line, LineClient) else self._addresses.answer("", get, ())
-                # If a training rank dies before it has told its address, the run ends, and this line with it.
-                _, [address] = await asked
-                name, silence_s = f"rank {self._rank}", line.silence_s
-                client = LineClient(
-                    bytes(address).decode(), self._secret, name, server=f"rank {rank}", silence_s=silence_s
-                )
+                request = line.ask(_WHERE, get) if isinstance(line, LineClient) else self._addresses.answer("", get, ())
+                # If a training rank dies before it has announced its address, the run ends, and this line with it.
+                address = bytes((await request)[1][0]).decode()
+                name, server = f"rank {self._rank}", f"rank {rank}"
+                client = LineClient(address, self._secret, name, server=server, silence_s=line.silence_s)
                 self._clients[rank] = await self._stack.enter_async_context(client)
             return self._clients[rank]
 
@@ -78,6 +76,6 @@ def _own_address(address: str) -> str:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # On a datagram socket `connect` sends nothing, and only chooses the route.
+        # On a datagram socket `connect` sends nothing; it only chooses the route.
         probe.connect(target)
         return str(probe.getsockname()[0])

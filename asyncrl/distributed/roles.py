@@ -43,21 +43,16 @@ class Roles:
 
     @classmethod
     def _resolve(cls, setting: RolesConfig, ranks: int, *, listens: bool) -> Roles:
-        if setting.train is None and setting.generate is None:
+        train, generate = setting.train, setting.generate
+        if train is None and generate is None:
             return cls(tuple(range(ranks)), tuple(range(ranks)), listens)
-        if setting.train is None or setting.generate is None:
-            given, missing = ("generate", "train") if setting.train is None else ("train", "generate")
+        if train is None or generate is None:
+            given, missing = ("generate", "train") if train is None else ("train", "generate")
             raise ConfigError(
                 f"distributed.roles.{given} is set and distributed.roles.{missing} is not; set both, or none: then every rank "
                 "trains and generates"
             )
-        if isinstance(setting.train, int) != isinstance(setting.generate, int):
-            raise ConfigError(
-                f"distributed.roles is {{train: {_shown(setting.train)}, generate: {_shown(setting.generate)}}}: give two counts, "
-                "or two lists of ranks"
-            )
-        if isinstance(setting.train, int) and isinstance(setting.generate, int):
-            train, generate = setting.train, setting.generate
+        if isinstance(train, int) and isinstance(generate, int):
             if train + generate != ranks:
                 raise ConfigError(
                     f"distributed.roles is {{train: {train}, generate: {generate}}}, which are {train + generate} ranks, and the "
@@ -65,11 +60,14 @@ class Roles:
                     "both, give lists)"
                 )
             roles = cls(tuple(range(train)), tuple(range(train, ranks)), listens)
+        elif isinstance(train, tuple) and isinstance(generate, tuple):
+            _check_list("train", train, ranks)
+            _check_list("generate", generate, ranks)
+            roles = cls(tuple(sorted(train)), tuple(sorted(generate)), listens)
         else:
-            assert isinstance(setting.train, tuple) and isinstance(setting.generate, tuple)
-            _check_list("train", setting.train, ranks)
-            _check_list("generate", setting.generate, ranks)
-            roles = cls(tuple(sorted(setting.train)), tuple(sorted(setting.generate)), listens)
+            raise ConfigError(
+                f"distributed.roles is {{train: {_shown(train)}, generate: {_shown(generate)}}}: give two counts, or two lists of ranks"
+            )
         for name, chosen in (("train", roles.train), ("generate", roles.generate)):
             if not chosen and not (listens and name == "generate"):
                 joins = ", or distributed.listen, so that generating nodes can join" if name == "generate" else ""
@@ -83,7 +81,7 @@ class Roles:
             )
         if roles.train[0] != 0:
             raise ConfigError(
-                f"distributed.roles.train is {_shown(setting.train)}; add rank 0, which writes the checkpoints and so must train"
+                f"distributed.roles.train is {_shown(train)}; add rank 0, which writes the checkpoints and so must train"
             )
         return roles
 

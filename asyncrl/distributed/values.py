@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,7 @@ from ..errors import LifecycleError
 from .exchange import Answer, Buffer
 
 # (request, buffers) -> answer of `KeyValues.answer`
-Call = Callable[[Any, Sequence[Buffer]], Awaitable[Answer]]
+Call = Callable[[Any, Sequence[Buffer]], Coroutine[Any, Any, Answer]]
 
 
 class KeyValues:
@@ -46,7 +46,7 @@ class LineStore(dist.Store):
 
     def __init__(self, call: Call) -> None:
         super().__init__()
-        self._ask, self._loop = call, asyncio.get_running_loop()
+        self._request, self._loop = call, asyncio.get_running_loop()
 
     def set(self, key: str, value: str | bytes) -> None:
         """Returns after rank 0 has the value. Errors: those of the line."""
@@ -61,10 +61,7 @@ class LineStore(dist.Store):
         self._call("get", keys, timeout)
 
     def _call(self, operation: str, keys: Sequence[str], timeout: timedelta | None, *values: bytes) -> Answer:
-        async def ask() -> Answer:
-            return await self._ask([operation, keys], values)
-
-        call = asyncio.run_coroutine_threadsafe(ask(), self._loop)
+        call = asyncio.run_coroutine_threadsafe(self._request([operation, keys], values), self._loop)
         try:
             return call.result(None if timeout is None else timeout.total_seconds())
         except TimeoutError:

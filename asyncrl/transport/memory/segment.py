@@ -10,8 +10,7 @@ Guarantees
   `create` links the file to the name, which fails if the name exists. While the owner lives, only the owner unlinks it.
 * The owner holds the exclusive `flock`. The kernel drops the lock at any death of the owner. A stopped owner keeps the lock.
 * Pages are allocated at creation (`posix_fallocate`). A full /dev/shm is an error with figures, not a SIGBUS later.
-* If a process exits normally without `close`, the names of its created segments are removed, unless `keep_at_exit` is
-  set. The names of its adopted segments stay. After a kill all names stay.
+* Only `close` removes a name. The names of a process that ends without `close` stay, as after a kill.
 * Files in /dev/shm are opened directly. `multiprocessing.shared_memory` would register each attached segment with a
   resource tracker, and the tracker would unlink the segment when the attaching process ends.
 
@@ -34,7 +33,6 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ArenaOwned, ConfigError, OutOfMemory, PlatformError, SegmentDamaged, TransportError
@@ -97,17 +95,19 @@ def new_part(name: str, kind: str) -> str:
 class Segment:
     """A mapping of one named segment, made by `create`, `adopt` or `attach`. Close it in the process that made it."""
 
-    def __init__(self, name: str, descriptor: _Descriptor) -> None:
-        self.name = name
-        size, self.run = _read_header(descriptor.fd, descriptor.path)
-        self.adopted = False
-        self._descriptor = descriptor
-        self._finalizer = weakref.finalize(self, _Descriptor.close_file, descriptor)
-        self._map = _map_unlocked(descriptor.fd, _file_bytes(size))
+    def __init__(self, name: str, fd: int, *, owner: bool) -> None:
+        """`fd` belongs to the segment from now on, and is closed if the constructor fails."""
+        self.name, self.path, self.owner, self._fd = name, path_of(name), owner, fd
+        try:
+            size, self.run = _read_header(fd, self.path)
+            self._map = _map_unlocked(fd, _file_bytes(size))
+        except BaseException:
+            os.close(fd)
+            raise
+        self.adopted = self.closed = False
         buffer = memoryview(self._map)
         self.data = buffer[HEADER_BYTES:]
         self._owner_words = Words(buffer, _OWNER_WORDS_AT, 2, "segment.life")
-        self.closed = False
         _open_segments.add(self)
 
     # -- the three constructors
@@ -122,23 +122,25 @@ class Segment:
         check_platform()
         path = path_of(name)
         fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        descriptor = _Descriptor(fd, path, True, os.getpid())
         try:
             _allocate(fd, _file_bytes(size), path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.pwrite(fd, _header(size), 0)
-            segment = cls(name, descriptor)
+        except BaseException:
+            os.close(fd)
+            raise
+        segment = cls(name, fd, owner=True)
+        try:
             segment._begin_tenure()
             if prepare is not None:
                 prepare(segment.data)
             fault("segment.link")
             _link(fd, path)
         except BaseException as error:
-            descriptor.close_file()
+            segment.close(unlink=False)
             if isinstance(error, FileExistsError):
                 raise _name_in_use_error(name) from None
             raise
-        descriptor.keep_name = False  # the name now belongs to this process
         return segment
 
     @classmethod
@@ -148,15 +150,8 @@ class Segment:
         Errors: ArenaOwned if the owner lives, FileNotFoundError if no segment exists, SegmentDamaged for a bad header.
         """
         check_platform()
-        path = path_of(name)
-        fd = _lock(name, path)
-        descriptor = _Descriptor(fd, path, True, os.getpid())
-        try:
-            segment = cls(name, descriptor)
-            segment._begin_tenure()
-        except BaseException:
-            descriptor.close_file()
-            raise
+        segment = cls(name, _lock(name, path_of(name)), owner=True)
+        segment._begin_tenure()
         segment.adopted = True
         return segment
 
@@ -164,14 +159,7 @@ class Segment:
     def attach(cls, name: str) -> Segment:
         """Map a segment of another owner. Errors: FileNotFoundError, TransportError for a bad header."""
         check_platform()
-        path = path_of(name)
-        fd = _open(path)
-        descriptor = _Descriptor(fd, path, False, os.getpid())
-        try:
-            return cls(name, descriptor)
-        except BaseException:
-            descriptor.close_file()
-            raise
+        return cls(name, _open(path_of(name)), owner=False)
 
     # -- state and ownership
 
@@ -179,15 +167,6 @@ class Segment:
     def secret(self) -> int:
         """A random number of this owner. Only a process that can open the file knows it."""
         return self._owner_words[0]
-
-    @property
-    def path(self) -> str:
-        """The path of the segment's file in /dev/shm."""
-        return self._descriptor.path
-
-    def keep_at_exit(self, keep: bool) -> None:
-        """Set whether the name stays for the next owner when this process exits without `close`."""
-        self._descriptor.keep_name = keep
 
     @property
     def sealed(self) -> bool:
@@ -209,49 +188,27 @@ class Segment:
             return
         self.closed = True
         _open_segments.discard(self)
-        self._finalizer.detach()
-        self._descriptor.keep_name = not unlink
         self._owner_words.release()
         with contextlib.suppress(BufferError):
             self.data.release()
         with contextlib.suppress(BufferError):
             self._map.close()
-        self._descriptor.close_file()
-
-
-@dataclass(slots=True)
-class _Descriptor:
-    """The open file of a segment: the descriptor, which holds an owner's lock, and whether closing removes the name."""
-
-    fd: int
-    path: str
-    owner: bool
-    pid: int
-    # True until a constructor has succeeded, and for a process that is not the owner.
-    keep_name: bool = True
-
-    def close_file(self) -> None:
-        if self.fd < 0 or self.pid != os.getpid():
-            return  # in a forked child the descriptor belongs to the parent
-        if self.owner and not self.keep_name and _still_named(self.fd, self.path):
-            os.pwrite(self.fd, (1).to_bytes(8, "little"), _OWNER_WORDS_AT + 8)  # the seal, for attached processes
+        if self._fd < 0:
+            return  # in a forked child
+        if unlink and self.owner and _still_named(self._fd, self.path):
+            os.pwrite(self._fd, (1).to_bytes(8, "little"), _OWNER_WORDS_AT + 8)  # the seal, for attached processes
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
-        os.close(self.fd)
-        self.fd = -1
-
-    def close_after_fork(self) -> None:
-        """In a forked child: close the copied descriptor, so that the lock ends with the parent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        os.close(self._fd)
 
 
 def _after_fork_in_child() -> None:
     global forks
     forks += 1
     for segment in list(_open_segments):
-        segment._descriptor.close_after_fork()
+        # The lock ends with the parent.
+        os.close(segment._fd)
+        segment._fd = -1
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -118,7 +118,6 @@ class RecordRing:
             self._watch(link)
             # A producer may have closed its ring while the ring had no owner.
             self._announce_end(link)
-        segment.keep_at_exit(True)
         self._state = "open"
 
     def _acquire_name(self) -> Segment:
@@ -150,7 +149,6 @@ class RecordRing:
         except TransportError as error:
             self._rename_damaged(name, str(error))
             return None
-        link.segment.keep_at_exit(True)
         return link
 
     def _rename_damaged(self, name: str, reason: str) -> None:
@@ -400,7 +398,6 @@ class RecordRing:
             raise
         if link.dead:
             raise TransportError("the producer died while it attached; start it again")
-        link.segment.keep_at_exit(True)
         return link
 
     def _watch(self, link: Link) -> None:
