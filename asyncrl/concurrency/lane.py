@@ -1,5 +1,5 @@
-"""A lane runs closures one at a time. `ThreadLane` has its own thread; only broadcasts of weights have a second lane on its device.
-`SimulatedLane` has no thread and serves tests and dry runs.
+"""A lane runs closures one at a time. A `ThreadLane` runs all work of a device on one thread, except for broadcasts of weights,
+which have a lane of their own. `SimulatedLane` has no thread and serves tests and dry runs.
 
     caller (loop) --run(fn)--> priority queue --> lane thread --call_soon_threadsafe, once--> caller
 
@@ -18,6 +18,7 @@ import contextlib
 import heapq
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import LifecycleError, name_shortage
@@ -51,20 +52,20 @@ class Lane(Protocol):
         """`ident` of the thread that runs the closures; None without a thread. The watchdog finds a closure's frame by it."""
 
 
+@dataclass(slots=True, eq=False)
 class LaneJob:
     """One closure with its caller's future. The lane's lock guards `started`; only the caller's loop writes `ended`."""
 
-    __slots__ = ("ended", "error", "finished_at", "fn", "future", "loop", "name", "result", "started", "submitted_at")
-
-    def __init__(self, fn: Callable[[], Any], name: str, loop: asyncio.AbstractEventLoop, submitted_at: float) -> None:
-        self.fn = fn
-        self.name = name
-        self.loop = loop
-        self.future: asyncio.Future[None] = loop.create_future()
-        self.started = self.ended = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.submitted_at, self.finished_at = submitted_at, 0.0  # seconds on the recorder's clock
+    fn: Callable[[], Any]
+    name: str
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[None]
+    submitted_at: float  # seconds on the recorder's clock
+    finished_at: float = 0.0
+    started: bool = False
+    ended: bool = False
+    result: Any = None
+    error: BaseException | None = None
 
     def notify(self) -> None:
         """Wake the caller after the end of the closure. Call this on the caller's loop."""
@@ -194,7 +195,8 @@ class ThreadLane:
                 raise LifecycleError(f"lane {self.name!r} is not open: it cannot run {name!r}")
             if threading.current_thread() is self._thread:
                 raise LifecycleError(f"{name!r} was submitted from lane {self.name!r} itself: call it directly")
-            job = LaneJob(fn, name, loop, 0.0 if self._recorder is None else self._recorder.clock())
+            submitted_at = 0.0 if self._recorder is None else self._recorder.clock()
+            job = LaneJob(fn, name, loop, loop.create_future(), submitted_at)
             self._submitted += 1
             heapq.heappush(self._queue, (-priority, self._submitted, job))
             self._wakeup.notify()

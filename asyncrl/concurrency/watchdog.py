@@ -72,19 +72,6 @@ class WatchdogState(Enum):
     CLOSED = "closed"
 
 
-@dataclass(slots=True)
-class _StandstillTimer:
-    """Measures how long a value has stayed the same."""
-
-    value: Any = None
-    since: float = 0.0
-
-    def seconds(self, value: Any, now: float) -> float:
-        if value != self.value:
-            self.value, self.since = value, now
-        return now - self.since
-
-
 class Watchdog:
     """Use `async with Watchdog(...)` on the loop to be watched. Closing stops the watchdog, also during its countdown.
 
@@ -129,8 +116,8 @@ class Watchdog:
         # All times are `awake.now()`.
         self._last_check = 0.0
         self._last_ping, self._last_answer, self._ping_sent = 0, 0, 0.0
-        self._progress = _StandstillTimer()
-        self._lane_closures: dict[str, _StandstillTimer] = {}
+        self._progress: Any = None  # the value that stands still since `_progress_since`
+        self._progress_since = 0.0
         self._deadline: float | None = None
         self._ending_reason = ""
         self._exit_code = StallError.exit_code
@@ -251,11 +238,11 @@ class Watchdog:
         return f"the event loop has been silent for {silent_s:.1f} s in {self._frame_of(self._loop_thread)}"
 
     def _check_lanes(self) -> str | None:
-        now = awake.now()
         for lane in self._lanes:
-            current = lane.current()
-            held_s = self._lane_closures.setdefault(lane.name, _StandstillTimer()).seconds(current, now)
-            if current is not None and held_s > self._config.lane_timeout_s:
+            if (current := lane.current()) is None:
+                continue
+            held_s = awake.now() - current[1]
+            if held_s > self._config.lane_timeout_s:
                 frame = self._frame_of(lane.thread_id)
                 return f"lane {lane.name!r} has been held by closure {current[0]!r} for {held_s:.1f} s in {frame}"
         return None
@@ -264,7 +251,9 @@ class Watchdog:
         limit = self._progress_limit()
         # A new object differs from every other value, so idle time does not count.
         value = object() if limit is None else (limit.sentence, limit.counters)
-        still_s = self._progress.seconds(value, awake.now())
+        if value != self._progress:
+            self._progress, self._progress_since = value, awake.now()
+        still_s = awake.now() - self._progress_since
         if limit is None or still_s <= limit.limit_s:
             return None
         cause = None if limit.cause is None else limit.cause()

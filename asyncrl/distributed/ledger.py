@@ -5,8 +5,8 @@ ranks rank 0 has this ledger, and the other ranks ask rank 0 (`line_ledger.py`).
                                                `------------ end --------------------------------> dropped, failed
 
 Every transition is synchronous between two awaits; only `admit` and `wait_changed` ever wait. Waiting admissions are
-served strictly in order, so prompts enter in their order (in one order for each rank if each admits only its own share of a step,
-`by_rank`). If a waiting caller is cancelled when it gets a slot, the next caller gets the slot.
+served strictly in order, so prompts enter in their order. With shares (`by_rank`) each rank has an order of its own. If a waiting
+caller is cancelled when it gets a slot, the next caller gets the slot.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class LocalLedger:
         if self.on_change is not None:
             self.on_change()
         if self._recorder is not None:
-            self._recorder.gauge("queue/slots/depth", self.books.slots_held)
+            self._recorder.gauge("queue/slots/depth", self.books.slots_taken)
 
     def _serve_applicants(self) -> None:
         for queue in self._queues.values():

@@ -3,7 +3,7 @@
     rank 0           [operation, rank, ...] --> LocalLedger --> [state of the books for the rank, result]
     other ranks      the same request, as a message "ledger" of the line
     the other ranks  ask "watch" again and again: the answer is the state after the next change. A rank that does not wait for a
-                     change asks once a second, for its watchdog, or with roles not at all: then only rank 0 watches the groups
+                     change asks once a second, for its watchdog. With roles it does not ask at all: rank 0 watches all groups
 
 A rank keeps its own tickets and the newest state. So a question about its own groups needs no message.
 
@@ -44,7 +44,7 @@ class LedgerServer:
 
     def __init__(self, line: LineServer, books: Reservation) -> None:
         self.ledger = LocalLedger(books)
-        # Ranks whose last claim got no place, and whose next claim would get none either.
+        # Ranks whose last claim got no place, and whose next claim would get none.
         self._refused = set[int]()
         # Per rank: set when a change removes the rank from `_refused`, cleared by the next state that the rank gets.
         self._claimable = defaultdict[int, asyncio.Event](asyncio.Event)

@@ -188,7 +188,8 @@ class Reservation:
         self.acknowledged += [_NO_ENGINE] * missing
         self.exhausted += [True] * missing
         self.acknowledged[rank] = turn
-        # The last rank with an engine counts as not exhausted even after its loss (`lose_generator`). From now on it is exhausted.
+        # If the last rank with an engine was lost, `lose_generator` did not mark it as exhausted, so that the run went on. Now another
+        # rank generates.
         self.exhausted = [
             done or engine == _NO_ENGINE for done, engine in zip(self.exhausted, self.acknowledged, strict=True)
         ]
@@ -203,8 +204,8 @@ class Reservation:
         return (self.max_staleness + 1) * self.groups_per_step
 
     @property
-    def slots_held(self) -> int:
-        """Slots of live and claimed groups, and of committed steps that are not released."""
+    def slots_taken(self) -> int:
+        """Slots of live and claimed groups, and the `held` slots."""
         return len(self.entries) + sum(self.held.values())
 
     def acknowledged_turn(self) -> int:
@@ -274,8 +275,8 @@ class Reservation:
     # -- transitions -----------------------------------------------------------------------------------------------
 
     def admit(self, group_id: int, oldest: int | None, rank: int = 0) -> tuple[bool, Ticket | None]:
-        """(decided, ticket): (False, None) means "not now, ask again after a change"; (True, None) means "too old to be trained in
-        time", or in time only if another group were dropped. `oldest`: see `ports.Ledger.admit`."""
+        """(decided, ticket). (False, None): not now, ask again after a change. (True, None): refused, because the group is too old, or
+        could be trained in time only if another group were dropped. `oldest`: see `ports.Ledger.admit`."""
         if group_id in self.entries:
             raise LedgerError(f"group {group_id} was admitted twice")
         self._check_not_lost(rank)
@@ -292,10 +293,10 @@ class Reservation:
                 return True, None
         if oldest is None and self.due(rank) == 0:
             return False, None
-        if self.acknowledged_turn() < self.warmup and self.slots_held >= self.groups_per_step:
+        if self.acknowledged_turn() < self.warmup and self.slots_taken >= self.groups_per_step:
             return False, None
         deadline = sampled_from + self.max_staleness
-        if self.slots_held >= self.slots or deadline < self.turn:
+        if self.slots_taken >= self.slots or deadline < self.turn:
             return False, None
         if self.late == "wait" and not self.fits(deadline, claim=False):
             return False, None

@@ -66,7 +66,8 @@ class Roles:
             roles = cls(tuple(sorted(train)), tuple(sorted(generate)), listens)
         else:
             raise ConfigError(
-                f"distributed.roles is {{train: {_shown(train)}, generate: {_shown(generate)}}}: give two counts, or two lists of ranks"
+                f"distributed.roles is {{train: {_shown(train)}, generate: {_shown(generate)}}}: give two counts, or two lists of "
+                "ranks"
             )
         for name, chosen in (("train", roles.train), ("generate", roles.generate)):
             if not chosen and not (listens and name == "generate"):

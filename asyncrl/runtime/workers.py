@@ -32,7 +32,7 @@ from asyncrl.models.loading import parameter_count
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.reading import describe_extras
 from asyncrl.models.routing import RoutesShape, has_experts
-from asyncrl.transport.memory.board import Board, SlabHalves
+from asyncrl.transport.memory.board import Board, weight_slab
 from asyncrl.weights.broadcast import AllReaders, GeneratingNodes, Stripes, WeightReceiver, stripes
 from asyncrl.weights.orders import LineOrders, OrderDesk
 from asyncrl.weights.sync import BoardWorkers, WeightPublisher
@@ -180,9 +180,7 @@ async def _open_board(run: OpenRun, model: Mapping[str, Any]) -> Board:
 
 def create_board(elements: int, dtype: torch.dtype, layout: str, device: torch.device) -> Board:
     """The board, on the rank's device: a trainer writes it without a copy. Errors: OutOfMemory, PlatformError."""
-    slab: SlabHalves | None = None
-    if device.type != "cpu":
-        slab = SlabHalves.create(segment_name(), elements, dtype, device)
+    slab = None if device.type == "cpu" else weight_slab(segment_name(), elements, dtype, device)
     return Board.create(elements, dtype, layout, slab)
 
 

@@ -47,23 +47,12 @@ def inventory() -> list[Entry]:
                 whole = found.get(name, Entry(name, 0))
                 problem = "; ".join(filter(None, (whole.problem, entry.problem)))
                 found[name] = Entry(name, whole.size + entry.size, None, whole.records + entry.records, problem)
-    return [replace(entry, owner=_owner(entry.name)) for entry in found.values()]
+    return [replace(entry, owner=owner_of(entry.name)) for entry in found.values()]
 
 
 def _is_own_file(path: Path) -> bool:
     status = path.lstat()
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-
-
-def _owner(name: str) -> int | None:
-    try:
-        fd = os.open(path_of(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        return owner_of(fd)
-    finally:
-        os.close(fd)
 
 
 def _read_entry(name: str) -> Entry:

@@ -201,7 +201,7 @@ def invariant(books: Reservation) -> None:
     assert all(d >= books.turn for d in live)
     s = books.statistics()
     assert s.admitted == s.live + s.claimed + s.held + s.trained + s.dropped + s.failed
-    assert books.slots_held == s.live + s.claimed + s.held <= s.slots
+    assert books.slots_taken == s.live + s.claimed + s.held <= s.slots
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)

@@ -28,7 +28,7 @@ from asyncrl.generation.vllm.versions import GPU_WORKSPACE, load_adapter
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.memory.board import Board, SlabHalves, record_event
+from asyncrl.transport.memory.board import Board, record_event, weight_slab
 from asyncrl.weights.sync import WeightReader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -96,7 +96,7 @@ class LaunchingCore:
 
 
 def make_board(one_copy: bool, name: str) -> tuple[Board, Board]:
-    slab = SlabHalves.create(name, ELEMENTS, torch.float32, torch.device("cpu")) if one_copy else None
+    slab = weight_slab(name, ELEMENTS, torch.float32, torch.device("cpu")) if one_copy else None
     owner = Board.create(ELEMENTS, torch.float32, "layout", slab)
     copy_to = torch.device("cpu") if one_copy else None
     return owner, Board.attach(owner.description, os.dup(owner.fd), "layout", copy_to, one_copy)

@@ -41,7 +41,7 @@ from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.progress import Listeners, Stages
 from asyncrl.runtime.workers import open_workers
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.memory.board import Board, SlabHalves
+from asyncrl.transport.memory.board import Board, weight_slab
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from asyncrl.weights.sync import WeightPublisher
 
@@ -462,7 +462,7 @@ def on_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     """The board lies where that of a GPU would lie, in memory of the CPU."""
 
     def create(elements: int, dtype: torch.dtype, layout: str, device: torch.device) -> Board:
-        return Board.create(elements, dtype, layout, SlabHalves.create(segment_name(), elements, dtype, device))
+        return Board.create(elements, dtype, layout, weight_slab(segment_name(), elements, dtype, device))
 
     monkeypatch.setattr(runtime_workers, "create_board", create)
 

@@ -28,7 +28,7 @@ from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.transport.memory.board import Board, DeviceWait, SlabHalves
+from asyncrl.transport.memory.board import Board, DeviceWait, weight_slab
 from asyncrl.types import Generation, GenerationRequest, PostedVersion, SamplingParams
 from asyncrl.weights.sync import WeightReader
 
@@ -77,7 +77,7 @@ class Sides:
     def __init__(self, place: str, name: str, dtype: str) -> None:
         self.trainer, self.served = policy_of(served=False, dtype=dtype), policy_of(served=True, dtype=dtype)
         weights = self.trainer.weights
-        slab = None if place == "file" else SlabHalves.create(name, weights.size, self.trainer.dtype, CPU)
+        slab = None if place == "file" else weight_slab(name, weights.size, self.trainer.dtype, CPU)
         self.owner = Board.create(weights.size, self.trainer.dtype, weights.layout_digest(), slab)
         copy_to = CPU if place == "copies" else None
         self.board = Board.attach(self.owner.description, os.dup(self.owner.fd), self.owner.layout, copy_to)

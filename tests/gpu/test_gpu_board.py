@@ -27,7 +27,7 @@ from asyncrl.models.loading import load_policy
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.reading import ModelSkeleton, describe_extras, open_reader
 from asyncrl.runtime.placement import place
-from asyncrl.transport.memory.board import Board, SlabHalves
+from asyncrl.transport.memory.board import Board, weight_slab
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,7 +63,7 @@ name = pytest.fixture(own_name, name="name")
 
 @pytest.fixture
 def board(name: str) -> Iterator[Board]:
-    slab = SlabHalves.create(name, ELEMENTS, torch.float32, CARD)
+    slab = weight_slab(name, ELEMENTS, torch.float32, CARD)
     with Board.create(ELEMENTS, torch.float32, "layout", slab) as made:
         yield made
 
@@ -112,7 +112,7 @@ def test_a_reader_has_left_a_half_when_its_device_has_and_waits_on_no_other_thre
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_copy_is_fetched_beside_what_the_device_computes(name: str, other: int) -> None:
     device = torch.device("cuda", other)
-    slab = SlabHalves.create(name, ELEMENTS, torch.float32, CARD)
+    slab = weight_slab(name, ELEMENTS, torch.float32, CARD)
     with Board.create(ELEMENTS, torch.float32, "layout", slab) as board:
         board.write(0, 0, filled(3.0))
         with Board.attach(board.description, os.dup(board.fd), "layout", device) as reader:
@@ -133,7 +133,7 @@ def test_the_memory_goes_with_the_board(name: str) -> None:
     gc.collect()
     torch.cuda.synchronize()
     before, elements = torch.cuda.mem_get_info()[0], 1 << 26
-    slab = SlabHalves.create(name, elements, torch.float32, CARD)
+    slab = weight_slab(name, elements, torch.float32, CARD)
     with Board.create(elements, torch.float32, "layout", slab):
         # The driver returns some of its own memory meanwhile, in blocks of 2 MiB.
         assert torch.cuda.mem_get_info()[0] <= before - 8 * elements + (32 << 20)
@@ -148,7 +148,7 @@ def test_a_policy_is_built_from_the_board_and_computes_what_the_trainer_does(dty
     config = ModelConfig(path=f"{ROOT / 'examples/quickstart_model.py'}:build", dtype=dtype)
     trainer, _ = load_policy(config, CARD, seed=0)
     weights, device = trainer.weights, torch.device("cuda", other)
-    slab = SlabHalves.create(name, weights.size, trainer.dtype, CARD)
+    slab = weight_slab(name, weights.size, trainer.dtype, CARD)
     with Board.create(weights.size, trainer.dtype, weights.layout_digest(), slab) as board:
         board.write(0, 0, weights.working)
         copy_to = device if other else None

@@ -22,7 +22,7 @@ from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.runtime import workers
 from asyncrl.runtime.placement import Placement
 from asyncrl.runtime.runtime import RunSummary, Runtime
-from asyncrl.transport.memory.board import Board, SlabHalves
+from asyncrl.transport.memory.board import Board, weight_slab
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 TWO: dict[str, Any] = REAL | {
@@ -97,7 +97,7 @@ async def test_a_board_that_lies_as_on_a_gpu_changes_nothing(tmp_path: Path, mon
     await run(tmp_path / "file", *sync, "train.max_steps=3")
 
     def create(elements: int, dtype: torch.dtype, layout: str, device: torch.device) -> Board:
-        return Board.create(elements, dtype, layout, SlabHalves.create(segment_name(), elements, dtype, device))
+        return Board.create(elements, dtype, layout, weight_slab(segment_name(), elements, dtype, device))
 
     monkeypatch.setattr(workers, "create_board", create)
     monkeypatch.setattr(Placement, "on_other_device", lambda self, number: True)

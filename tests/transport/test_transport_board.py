@@ -19,7 +19,7 @@ from transport_helpers import environment, finish, line, names, own_name, say
 
 from asyncrl.errors import LifecycleError, OutOfMemory, PlatformError, TransportError
 from asyncrl.transport.memory import words
-from asyncrl.transport.memory.board import Board, SlabHalves
+from asyncrl.transport.memory.board import Board, weight_slab
 
 LAYOUT = "0123456789abcdef"
 ELEMENTS = 131_136
@@ -74,7 +74,7 @@ def create(place: str, name: str) -> Board:
     if place == "file":
         return Board.create(ELEMENTS, torch.float32, LAYOUT)
     device = torch.device("cpu" if place == "slab" else "cuda")
-    return Board.create(ELEMENTS, torch.float32, LAYOUT, SlabHalves.create(name, ELEMENTS, torch.float32, device))
+    return Board.create(ELEMENTS, torch.float32, LAYOUT, weight_slab(name, ELEMENTS, torch.float32, device))
 
 
 @pytest.fixture(params=PLACES)
@@ -297,13 +297,13 @@ def test_a_slab_without_room_is_an_error_with_figures_and_a_way_out(name: str) -
     with pytest.raises(
         OutOfMemory, match=r"needs [\d,]{15,} bytes on cpu .*; use a smaller model or model\.dtype=bfloat16"
     ):
-        SlabHalves.create(name, 1 << 44, torch.float32, torch.device("cpu"))
+        weight_slab(name, 1 << 44, torch.float32, torch.device("cpu"))
 
 
 def test_a_board_on_a_gpu_that_is_not_there_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PlatformError, match=r"torch .* sees none"):
-        SlabHalves.create(name, ELEMENTS, torch.float32, torch.device("cuda", 0))
+        weight_slab(name, ELEMENTS, torch.float32, torch.device("cuda", 0))
 
 
 def test_weights_of_another_form_are_refused_and_what_lies_there_stays(board: Board, name: str) -> None:
@@ -321,7 +321,7 @@ def test_weights_of_another_form_are_refused_and_what_lies_there_stays(board: Bo
     with pytest.raises(ValueError, match="negative"):
         put(board, 0, -1, values(1))
     with pytest.raises(ValueError, match="multiple of 64"):
-        Board.create(3, torch.float32, LAYOUT, SlabHalves.create(f"{name}-3", 3, torch.float32, torch.device("cpu")))
+        Board.create(3, torch.float32, LAYOUT, weight_slab(f"{name}-3", 3, torch.float32, torch.device("cpu")))
     assert names(f"{name}-3") == []
     assert board.version(0) == 1 and crc(board.half(0)) == crc(values(1))
 

@@ -20,7 +20,7 @@ from asyncrl.data.packing import pack_groups
 from asyncrl.models.attention.tree import TreePlan
 from asyncrl.models.parameters.flat import ServedParameters
 from asyncrl.models.policy import PolicyModel
-from asyncrl.transport.memory.board import Board, SlabHalves
+from asyncrl.transport.memory.board import Board, weight_slab
 from asyncrl.types import Group, Microbatch, PostedVersion, Prompt, Ticket
 from asyncrl.weights.sync import WeightPublisher
 
@@ -209,7 +209,7 @@ def logits(policy: PolicyModel) -> Tensor:
 
 def create(policy: PolicyModel, slab: str | None) -> Guarded:
     weights = policy.weights
-    halves = slab and SlabHalves.create(slab, weights.size, policy.dtype, policy.device)
+    halves = slab and weight_slab(slab, weights.size, policy.dtype, policy.device)
     return Guarded.create(weights.size, policy.dtype, weights.layout_digest(), halves or None)
 
 

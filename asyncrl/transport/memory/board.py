@@ -14,7 +14,7 @@ Guarantees
 * The memfd has a word for each half with its version. `write` clears the word before the copy and stores the version
   after the copy, and x86-64 keeps this order (`words.py`).
 
-On a GPU the halves are in one slab (`SlabHalves`), which each reader opens once. The version words stay in the memfd.
+On a GPU the halves are in one slab (`weight_slab`), which each reader opens once. The version words stay in the memfd.
 A slab is not protected against writes of a reader. The slab has a name in /dev/shm, which the owner or the next run
 removes (`generation/worker/names.py`). A reader on another device than the slab (`copy_to`) has a copy of each half
 and fetches each version once (`fetch`). Otherwise every decode step would read all weights over the bus.
@@ -92,53 +92,19 @@ async def wait_for_device(wait: DeviceWait) -> None:
         await offload(wait, "device")
 
 
-class SlabHalves:
-    """Two halves in one block of a slab, on a GPU (in tests also on the CPU). Each reader opens the slab once."""
-
-    def __init__(self, slab: Slab, elements: int, dtype: torch.dtype) -> None:
-        """`slab` belongs to this object from now on."""
-        self._slab, size, memory = slab, elements * dtype.itemsize, slab.tensor()
-        self.tensors = [memory[start : start + size].view(dtype) for start in (0, _slab_half(elements, dtype))]
-
-    @classmethod
-    def create(cls, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Self:
-        """Two empty halves on `device`, in a slab of the new `name`. Errors: OutOfMemory, PlatformError."""
-        size = 2 * _slab_half(elements, dtype)
-        if device.type == "cuda":
-            # The slab is allocated outside torch, so cached blocks of torch would reduce its room.
-            torch.cuda.empty_cache()
-        try:
-            slab = Slab.create(name, size, device=device)
-        except OutOfMemory as error:
-            raise OutOfMemory(
-                f"the weight board needs {size:,} bytes on {device} for two versions of the weights: {error}; use a "
-                "smaller model or model.dtype=bfloat16, or generation.placement=shared"
-            ) from error
-        return cls(slab, elements, dtype)
-
-    @classmethod
-    def attach(cls, name: str, elements: int, dtype: torch.dtype) -> Self:
-        """The halves of another process. Errors: as `Slab.attach`; TransportError for a slab of another size."""
-        slab = Slab.attach(name)
-        try:
-            if slab.size != (size := 2 * _slab_half(elements, dtype)):
-                raise TransportError(
-                    f"slab {name!r} has {slab.size:,} bytes, but the weight board needs {size:,}; use the board's own slab"
-                )
-            return cls(slab, elements, dtype)
-        except BaseException:
-            slab.close()
-            raise
-
-    @property
-    def name(self) -> str:
-        """The name of the slab, for `attach`."""
-        return self._slab.segment.name
-
-    def close(self) -> None:
-        """Close the slab. A tensor of a half that is still in use keeps its memory."""
-        self.tensors = []
-        self._slab.close()
+def weight_slab(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Slab:
+    """A slab of the new `name` for a board's two halves, on a GPU (in tests also on the CPU). Errors: OutOfMemory, PlatformError."""
+    size = 2 * _slab_half(elements, dtype)
+    if device.type == "cuda":
+        # The slab is allocated outside torch, so cached blocks of torch would reduce its room.
+        torch.cuda.empty_cache()
+    try:
+        return Slab.create(name, size, device=device)
+    except OutOfMemory as error:
+        raise OutOfMemory(
+            f"the weight board needs {size:,} bytes on {device} for two versions of the weights: {error}; use a "
+            "smaller model or model.dtype=bfloat16, or generation.placement=shared"
+        ) from error
 
 
 class Board:
@@ -152,7 +118,7 @@ class Board:
         layout: str,
         token: bytes,
         owner: bool,
-        slab: SlabHalves | None,
+        slab: Slab | None,
         copy_to: torch.device | None = None,
         one_copy: bool = False,
     ) -> None:
@@ -167,7 +133,11 @@ class Board:
         self._map = mmap.mmap(fd, total, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
         self._versions = Words(memoryview(self._map), _VERSIONS_AT, 2, "board.version")  # version + 1; 0: none
         self._slab = slab
-        self._stored = self._memfd_halves() if slab is None else slab.tensors
+        if slab is None:
+            memory, first, step = bytes_tensor(memoryview(self._map)), _PAGE, _pages(self.nbytes)
+        else:
+            memory, first, step = slab.tensor(), 0, _slab_half(elements, dtype)
+        self._stored = [memory[start : start + self.nbytes].view(dtype) for start in (first, first + step)]
         self.reads_copies = copy_to is not None
         # The tensors that this process reads.
         self._halves = self._stored
@@ -178,7 +148,7 @@ class Board:
     # -- the two constructors
 
     @classmethod
-    def create(cls, elements: int, dtype: torch.dtype, layout: str, slab: SlabHalves | None = None) -> Self:
+    def create(cls, elements: int, dtype: torch.dtype, layout: str, slab: Slab | None = None) -> Self:
         """A new board with two empty halves of `elements` numbers. `layout`: `FlatWeights.layout_digest` of the parameters.
         `slab`: the memory of the halves, which belongs to the board from now on; None: the halves are in the memfd.
         Errors: OutOfMemory with figures, PlatformError."""
@@ -217,7 +187,7 @@ class Board:
         Errors: TransportError where the board has another layout, or `fd` is another file; PlatformError where this
         process cannot open the memory.
         """
-        slab: SlabHalves | None = None
+        slab: Slab | None = None
         try:
             dtype: torch.dtype = getattr(torch, description["dtype"])
             elements, token = int(description["elements"]), bytes.fromhex(description["token"])
@@ -234,7 +204,13 @@ class Board:
                     f"descriptor {fd} is not the weight board of the description: it begins with {head[:8]!r} and has "
                     f"{size:,} bytes, but the board has {expected:,}; pass the board's own `fd` with its `description`"
                 )
-            slab = None if slab_name is None else SlabHalves.attach(slab_name, elements, dtype)
+            if slab_name is not None:
+                slab = Slab.attach(slab_name)
+                if slab.size != (needed := 2 * _slab_half(elements, dtype)):
+                    raise TransportError(
+                        f"slab {slab_name!r} has {slab.size:,} bytes, but the weight board needs {needed:,}; use the board's own "
+                        "slab"
+                    )
             return cls(fd, elements, dtype, layout, token, False, slab, copy_to, one_copy)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -251,7 +227,7 @@ class Board:
             "elements": self.elements,
             "layout": self.layout,
             "token": self._token.hex(),
-            "slab": None if self._slab is None else self._slab.name,
+            "slab": None if self._slab is None else self._slab.segment.name,
         }
 
     # -- for the owner
@@ -322,10 +298,6 @@ class Board:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _memfd_halves(self) -> list[Tensor]:
-        starts, memory = (_PAGE, _PAGE + _pages(self.nbytes)), memoryview(self._map)
-        return [bytes_tensor(memory[start : start + self.nbytes]).view(self.dtype) for start in starts]
 
     def _check_open(self) -> None:
         if self.fd < 0:

@@ -265,12 +265,16 @@ def _damaged(path: str, problem: str) -> SegmentDamaged:
     )
 
 
-def owner_of(fd: int) -> int | None:
-    """The pid of the lock's holder, read from /proc/locks, because a try to lock would disturb a new owner.
+def owner_of(name: str) -> int | None:
+    """The pid of the segment's owner, read from /proc/locks, because a try to lock would disturb a new owner.
 
-    0: the kernel lists the lock without a pid. None: no lock is listed. The list omits holders in outer pid namespaces.
+    0: the kernel lists the lock without a pid. None: no lock is listed, or no segment exists. The list omits holders in outer pid
+    namespaces.
     """
-    status = os.fstat(fd)
+    try:
+        status = os.lstat(path_of(name))
+    except FileNotFoundError:
+        return None
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
             fields = line.split()
@@ -357,15 +361,9 @@ def locked(name: str) -> Iterator[None]:
 
 
 def _name_in_use_error(name: str, *, locked: bool = False) -> TransportError:
-    path = path_of(name)
-    try:
-        fd = _open(path)
-    except FileNotFoundError:
+    path, pid = path_of(name), owner_of(name)
+    if not os.path.lexists(path):
         return ArenaOwned(f"{path} was owned a moment ago and has just been removed; try again")
-    try:
-        pid = owner_of(fd)
-    finally:
-        os.close(fd)
     if pid is None and not locked:
         return TransportError(
             f"{path} exists and nobody owns it: adopt it, or remove it with `asyncrl shm clear {name}`"
