@@ -1,7 +1,7 @@
 """A monotonic clock that leaves out suspensions of this process. Deadlines on the event loop of a run use this clock.
 
 A job can be suspended by Ctrl-Z or by a paused container. The kernel's clocks go on meanwhile, so on waking every deadline would
-have passed. Here two readings that are more than a second apart mean a suspension. Its length is their distance, less one second and
+have passed. Here two readings that are more than a second apart mean a suspension. Its length is their distance, less a second, and
 less the processor time that the process used meanwhile.
 """
 

@@ -16,6 +16,7 @@ import asyncio
 import atexit
 import contextlib
 import heapq
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -269,7 +270,6 @@ class SimulatedLane:
         self._submitted = 0
         self._busy = False
         self._current: tuple[str, float] | None = None
-        self._idle_waiters: list[asyncio.Future[None]] = []
 
     async def __aenter__(self) -> SimulatedLane:
         self.open = True
@@ -282,13 +282,15 @@ class SimulatedLane:
 
     async def aclose(self) -> None:
         self.open = False
-        cancelled = None
         if self._busy:
-            idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._idle_waiters.append(idle)
-            cancelled = await wait_shielded(idle)
-        if cancelled is not None:
-            raise cancelled
+            # Behind all queued closures.
+            last: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._submitted += 1
+            heapq.heappush(self._queue, (sys.maxsize, self._submitted, last))
+            cancelled = await wait_shielded(last)
+            self._grant_next()
+            if cancelled is not None:
+                raise cancelled
 
     def current(self) -> tuple[str, float] | None:
         return self._current
@@ -360,9 +362,6 @@ class SimulatedLane:
                 granted.set_result(None)
                 return
         self._busy = False
-        for waiter in self._idle_waiters:
-            _resolve(waiter, None)
-        self._idle_waiters.clear()
 
 
 def _call(fn: Callable[[], T]) -> tuple[Any, BaseException | None]:

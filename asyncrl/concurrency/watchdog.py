@@ -30,7 +30,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..config.schema import WatchdogConfig
@@ -64,14 +63,6 @@ class ProgressLimit:
     remote_cause: Callable[[], str | None] | None = None
 
 
-class WatchdogState(Enum):
-    """The life of a watchdog: WATCHING, ENDING, CLOSED. While ENDING only the deadline is checked."""
-
-    WATCHING = "watching"
-    ENDING = "ending"
-    CLOSED = "closed"
-
-
 class Watchdog:
     """Use `async with Watchdog(...)` on the loop to be watched. Closing stops the watchdog, also during its countdown.
 
@@ -101,7 +92,6 @@ class Watchdog:
         hard_exit: bool = True,
         name: str = "",
     ) -> None:
-        self.state = WatchdogState.WATCHING
         self._config = config
         self._recorder = recorder
         self._progress_limit = progress_limit
@@ -118,10 +108,10 @@ class Watchdog:
         self._last_ping, self._last_answer, self._ping_sent = 0, 0, 0.0
         self._progress: Any = None  # the value that stands still since `_progress_since`
         self._progress_since = 0.0
-        self._deadline: float | None = None
+        self._deadline: float | None = None  # while the run is asked to end; only this deadline is checked then
         self._ending_reason = ""
         self._exit_code = StallError.exit_code
-        self._lock = threading.Lock()  # guards state, _deadline, _ending_reason
+        self._lock = threading.Lock()  # guards the start of the countdown
         self._stop = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
@@ -167,8 +157,6 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop the watchdog. A second call does nothing."""
-        with self._lock:
-            self.state = WatchdogState.CLOSED
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_DUMP_LIMIT_S + 1.0)
@@ -176,15 +164,13 @@ class Watchdog:
 
     def shutdown_deadline(self, reason: str) -> None:
         """Start the countdown of an ordered shutdown: `close` must follow within `abort_grace_s`. Later calls do nothing."""
-        with self._lock:
-            if self.state is WatchdogState.WATCHING:
-                self._start_countdown(reason)
+        self._start_countdown(reason, StallError.exit_code)
 
-    def _start_countdown(self, reason: str) -> None:
-        """The caller holds `_lock`."""
-        self.state = WatchdogState.ENDING
-        self._ending_reason = reason
-        self._deadline = awake.now() + self._config.abort_grace_s
+    def _start_countdown(self, reason: str, exit_code: int) -> None:
+        with self._lock:
+            if self._deadline is None and not self._stop.is_set():
+                self._ending_reason, self._exit_code = reason, exit_code
+                self._deadline = awake.now() + self._config.abort_grace_s
 
     def _main(self) -> None:
         while not self._stop.wait(min(_TICK_S, self._period)):
@@ -209,8 +195,8 @@ class Watchdog:
                     self._sentry.stdin.write(b".")
 
     def _find_problem(self) -> StallError | RankLost | None:
-        if self.state is WatchdogState.ENDING:
-            if self._deadline is None or awake.now() < self._deadline:
+        if self._deadline is not None:
+            if awake.now() < self._deadline:
                 return None
             return StallError(f"shutdown ({self._ending_reason}) did not end within {self._config.abort_grace_s:g} s")
         stall = self._check_loop()
@@ -269,7 +255,7 @@ class Watchdog:
         return (None if thread_id is None else top_user_frame(thread_id)) or "no Python code but the event loop's"
 
     def _raise_alarm(self, problem: StallError | RankLost) -> None:
-        deadline_passed = self.state is WatchdogState.ENDING
+        deadline_passed = self._deadline is not None
         must_exit = deadline_passed and self._hard_exit
         headline = str(problem) + (f"; ending the process with exit code {self._exit_code}" if must_exit else "")
         printed = threading.Event()
@@ -286,10 +272,7 @@ class Watchdog:
         if deadline_passed:
             # The program that embeds the run decides about its process. This alarm is the last.
             self._stop.set()
-        with self._lock:
-            if self.state is WatchdogState.WATCHING:
-                self._exit_code = problem.exit_code
-                self._start_countdown(str(problem))
+        self._start_countdown(str(problem), problem.exit_code)
         assert self._loop is not None
         # Fails if the loop is closed. The deadline then ends the process.
         with contextlib.suppress(RuntimeError):

@@ -188,8 +188,8 @@ class Reservation:
         self.acknowledged += [_NO_ENGINE] * missing
         self.exhausted += [True] * missing
         self.acknowledged[rank] = turn
-        # If the last rank with an engine was lost, `lose_generator` did not mark it as exhausted, so that the run went on. Now another
-        # rank generates.
+        # If the last rank with an engine was lost, `lose_generator` did not mark it as exhausted, so that the run went on. Now this
+        # rank goes on instead.
         self.exhausted = [
             done or engine == _NO_ENGINE for done, engine in zip(self.exhausted, self.acknowledged, strict=True)
         ]
@@ -275,8 +275,8 @@ class Reservation:
     # -- transitions -----------------------------------------------------------------------------------------------
 
     def admit(self, group_id: int, oldest: int | None, rank: int = 0) -> tuple[bool, Ticket | None]:
-        """(decided, ticket). (False, None): not now, ask again after a change. (True, None): refused, because the group is too old, or
-        could be trained in time only if another group were dropped. `oldest`: see `ports.Ledger.admit`."""
+        """(decided, ticket). (False, None): not now, ask again after a change. (True, None): refused, because the group is too old,
+        or could be trained in time only if another group were dropped. `oldest`: see `ports.Ledger.admit`."""
         if group_id in self.entries:
             raise LedgerError(f"group {group_id} was admitted twice")
         self._check_not_lost(rank)

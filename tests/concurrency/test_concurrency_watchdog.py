@@ -20,7 +20,7 @@ import warm
 
 from asyncrl.concurrency import awake
 from asyncrl.concurrency.offload import offload
-from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog, WatchdogState
+from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
 from asyncrl.config.schema import WatchdogConfig
 from asyncrl.errors import StallError
 from asyncrl.telemetry.recorder import Recorder
@@ -369,5 +369,4 @@ async def test_closing_ends_the_thread_and_a_countdown(monkeypatch: pytest.Monke
     for _ in range(20):  # a jump would not count: it is taken for a process that was stopped
         now[0] += 0.04
         await asyncio.sleep(0.01)
-    assert watchdog.state is WatchdogState.CLOSED
     assert threading.active_count() == before

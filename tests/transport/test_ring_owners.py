@@ -20,7 +20,6 @@ from asyncrl.errors import ArenaOwned, RingDetached, RingFull, TransportError
 from asyncrl.transport.rings import producer as producer_module
 from asyncrl.transport.rings.producer import AsyncProducer, Producer
 from asyncrl.transport.rings.record_ring import RecordRing
-from asyncrl.transport.rings.waits import run_blocking
 
 
 @both_loops
@@ -491,5 +490,5 @@ def test_time_in_which_a_job_was_suspended_is_not_time_of_a_put(
             now += 100.0 if waits == 3 else 0.2
 
     with pytest.raises(RingFull):
-        run_blocking(producer_module._complete_put(core, Waits, None, need, now + 5.0, 5.0))  # type: ignore[arg-type]
+        producer_module._run_blocking(producer_module._complete_put(core, Waits, None, need, now + 5.0, 5.0))  # type: ignore[arg-type]
     assert 24 <= waits <= 26

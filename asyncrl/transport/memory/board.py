@@ -93,7 +93,7 @@ async def wait_for_device(wait: DeviceWait) -> None:
 
 
 def weight_slab(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Slab:
-    """A slab of the new `name` for a board's two halves, on a GPU (in tests also on the CPU). Errors: OutOfMemory, PlatformError."""
+    """A new slab for the two halves of a board, on a GPU (in tests also on the CPU). Errors: OutOfMemory, PlatformError."""
     size = 2 * _slab_half(elements, dtype)
     if device.type == "cuda":
         # The slab is allocated outside torch, so cached blocks of torch would reduce its room.

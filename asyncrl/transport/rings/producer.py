@@ -20,10 +20,11 @@ import secrets
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 from ...errors import LifecycleError, RingDetached, RingFull
 from ...records.write import Plan
@@ -32,7 +33,64 @@ from ..memory.segment import Segment, path_of
 from ..memory.words import fault
 from .attachment import Attachment, attach
 from .ring import RingMemory, RingWriter
-from .waits import SLICE_S, LoopWaits, ThreadWaits, Waits, run_blocking, stopped_s
+
+# The longest wait in seconds. Longer waits are split, so that a suspension is noticed. Each part wakes the process once.
+_SLICE_S = 10.0
+
+T = TypeVar("T")
+
+
+class ThreadWaits:
+    """The waits of a `Producer`: they block the thread, so their coroutines never suspend. A coroutine that awaits nothing but
+    waits is written once for both producers. `_run_blocking` runs it in a thread."""
+
+    @staticmethod
+    async def readable(fds: Sequence[int], seconds: float) -> None:
+        """Wait until one of the descriptors is readable, at most `seconds`."""
+        poll = select.poll()
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        poll.poll(max(1.0, seconds * 1000))  # 0 ms would not wait
+
+    @staticmethod
+    async def call(work: Callable[[], T]) -> T:
+        """The result of `work`, which may block."""
+        return work()
+
+
+class LoopWaits:
+    """The waits of an `AsyncProducer`, on the running event loop."""
+
+    @staticmethod
+    async def readable(fds: Sequence[int], seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+        for fd in fds:
+            loop.add_reader(fd, woken.set)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await woken.wait()
+        finally:
+            for fd in fds:
+                loop.remove_reader(fd)
+
+    @staticmethod
+    async def call(work: Callable[[], T]) -> T:
+        """Calls `work` in another thread. A cancelled caller waits for the end of `work`, so that no work outlives its caller."""
+        future = asyncio.get_running_loop().run_in_executor(None, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()  # asyncio logs exceptions that are never retrieved
+            raise
+
+
+Waits: TypeAlias = type[ThreadWaits] | type[LoopWaits]
 
 
 class Need(Enum):
@@ -244,7 +302,7 @@ class Producer(ProducerCore):
         """
         producer = cls(name)
         try:
-            run_blocking(_attach(producer, ThreadWaits, time.monotonic() + timeout))
+            _run_blocking(_attach(producer, ThreadWaits, time.monotonic() + timeout))
         except BaseException:
             producer.close()
             raise
@@ -259,7 +317,7 @@ class Producer(ProducerCore):
         try:
             need = self.try_put(plan, ownerless=False)
             if need is not Need.NOTHING or self.unnotified:
-                run_blocking(_complete_put(self, ThreadWaits, plan, need, deadline, timeout))
+                _run_blocking(_complete_put(self, ThreadWaits, plan, need, deadline, timeout))
         finally:
             self._lock.release()
 
@@ -331,7 +389,7 @@ async def _attach(core: ProducerCore, waits: Waits, deadline: float) -> None:
         began, pause = time.monotonic(), next(pauses)
         await waits.readable((), pause)
         # The time in which this process was suspended (SIGSTOP) does not count.
-        deadline += stopped_s(began, pause)
+        deadline += _stopped_s(began, pause)
 
 
 async def _complete_put(
@@ -342,7 +400,7 @@ async def _complete_put(
     while True:
         while need is not Need.NOTHING:
             began = time.monotonic()
-            seconds = min(deadline - began, SLICE_S)
+            seconds = min(deadline - began, _SLICE_S)
             if seconds <= 0:
                 raise core.timeout_error(plan, timeout)
             if need is Need.SPACE:
@@ -354,7 +412,7 @@ async def _complete_put(
                 seconds = min(next(pauses), seconds)
                 await waits.readable((), seconds)
             # The time in which this process was suspended does not count: the owner may have been suspended too.
-            deadline += stopped_s(began, seconds)
+            deadline += _stopped_s(began, seconds)
             if need is Need.OWNER:
                 ownerless = await waits.call(partial(core.try_attach, deadline)) is None
                 if ownerless:
@@ -380,3 +438,16 @@ def _pauses() -> Iterator[float]:
     while True:
         yield seconds
         seconds = min(2 * seconds, 0.25)
+
+
+def _stopped_s(began: float, limit_s: float) -> float:
+    """Seconds since `began` (`time.monotonic`) if this process was suspended meanwhile: a wait of at most `limit_s` took more than
+    a second longer. Else 0."""
+    elapsed = time.monotonic() - began
+    return elapsed if elapsed > limit_s + 1.0 else 0.0
+
+
+def _run_blocking(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that awaits only `ThreadWaits` to its end."""
+    with contextlib.suppress(StopIteration):
+        coroutine.send(None)

@@ -173,7 +173,7 @@ class RecordRing:
         for link in list(self._links.values()):
             self._poll_ring(link)
         for link in self._links.values():
-            # No poll after the seal: a `put` that sees the seal may have stored its record here, and puts it again for the next owner.
+            # No poll after the seal: a `put` that sees the seal may have stored its record, and stores it again for the next owner.
             link.segment.seal()
             link.disconnect(self._loop)
         self._close_listener()
