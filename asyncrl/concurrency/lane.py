@@ -33,9 +33,8 @@ T = TypeVar("T")
 
 
 class Lane(Protocol):
-    """The interface of both lanes, with the guarantees of this module.
-    Exceptions of a closure, BaseException included, are raised in its caller. If a device or the system had no memory left, the
-    caller gets OutOfMemory.
+    """The interface of both lanes, with the guarantees of this module. Exceptions of a closure, BaseException included, are raised
+    in its caller. If a device or the system had no memory left, the caller gets OutOfMemory.
     """
 
     name: str

@@ -54,7 +54,7 @@ class Supervisor:
             self._group = None
         # Raised outside of the handler: inside, the exception would get the group that contains it as its context.
         if self._failures:
-            raise self._first_failure()
+            raise _with_later_errors(self._failures)
         if group_error is not None:
             raise group_error
         return bool(suppressed)
@@ -113,18 +113,6 @@ class Supervisor:
                 leaf.add_note(f"in {name}")
             self._failures.append(leaf)
 
-    def _first_failure(self) -> BaseException:
-        first, *others = self._failures
-        noted = {_line(first)}
-        for other in others:
-            if _line(other) in noted or _is_closed_edge(other):
-                continue
-            noted.add(_line(other))
-            notes = "; ".join(getattr(other, "__notes__", ()))
-            first.add_note(f"afterwards also: {_line(other)}" + (f" ({notes})" if notes else ""))
-        self._failures = []  # the exception's traceback refers to this frame
-        return first
-
 
 def spawn(group: TaskGroup, name: str, work: Callable[[Unpack[Args]], Awaitable[object]], *args: *Args) -> None:
     """Run `work(*args)` as a task of `group`. If neither the group nor a scope around the group cancels the task, but other code
@@ -150,13 +138,23 @@ async def plain_task_group() -> AsyncIterator[TaskGroup]:
         async with anyio.create_task_group() as tasks:
             yield tasks
     except BaseExceptionGroup as group:
-        first, *others = leaves(group) or [group]
-        for line in {line: None for other in others if (line := _line(other)) != _line(first)}:
-            first.add_note(f"and also: {line}")
-        failure = first
+        failure = _with_later_errors(leaves(group) or [group])
     # Raised outside of the handler: inside, the exception group would become its context.
     if failure is not None:
         raise failure
+
+
+def _with_later_errors(failures: list[BaseException]) -> BaseException:
+    """The first failure, with a note for each different later one. Empties the list: its owner is in the failure's traceback."""
+    first, *others = failures
+    noted = {_line(first)}
+    for other in others:
+        if _line(other) not in noted and not _is_closed_edge(other):
+            noted.add(_line(other))
+            notes = "; ".join(getattr(other, "__notes__", ()))
+            first.add_note(f"afterwards also: {_line(other)}" + (f" ({notes})" if notes else ""))
+    failures.clear()
+    return first
 
 
 def _line(error: BaseException) -> str:

@@ -63,11 +63,10 @@ class ShardedParameters:
         shards: int | None = None,
         keep: bool = False,
     ) -> None:
-        """`root`: with full weights in any dtype, on the host or on `device`; only its forward may be called from now on.
-        `blocks`: the parts that are gathered one at a time. `compute`: dtype of the matrix products.
-        `prefix`: is left out of the names. `frozen`: names of weights that are not trained.
-        `collectives`: of the ranks that train. `shards`: number of ranks that hold one copy of the model, a
-        divisor of the number of ranks; None: all. `keep`: keep the gathered weights and whole gradients.
+        """`root`: with full weights in any dtype, on the host or on `device`; only its forward may be called from now on. `blocks`:
+        the parts that are gathered one at a time. `compute`: dtype of the matrix products. `prefix`: is left out of the names.
+        `frozen`: names of weights that are not trained. `collectives`: of the ranks that train. `shards`: number of ranks that hold
+        one copy of the model, a divisor of the number of ranks; None: all. `keep`: keep the gathered weights and whole gradients.
 
         A collective. Errors: LifecycleError if no process group is open; a single rank needs one, too.
         """

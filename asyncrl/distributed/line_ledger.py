@@ -125,7 +125,7 @@ class LedgerServer:
         self._claimable[rank].clear()
         return self.state(rank), ()
 
-    def tell_claimants(self) -> None:
+    def notify_claimants(self) -> None:
         """After a change: send a state at once to the refused ranks whose next claim succeeds or finds the step full."""
         books = self.ledger.books
         if self._refused:
@@ -176,7 +176,7 @@ class LineLedger:
 
     async def __aenter__(self) -> LineLedger:
         self._opened = True
-        await self._ask("join", self._settings)
+        await self._request("join", self._settings)
         if isinstance(self._line, LineClient):
             self._watching = asyncio.get_running_loop().create_task(self._watch(self._line))
         return self
@@ -226,7 +226,7 @@ class LineLedger:
         """See `ports.Ledger.admit`. Group ids must be unique over all ranks."""
         async with self._admit_lock:
             self._check_open("admit")
-            self._admitting = asyncio.ensure_future(self._ask("admit", group_id, oldest))
+            self._admitting = asyncio.ensure_future(self._request("admit", group_id, oldest))
             try:
                 with record_wait(self._recorder, "a slot", "publish pump", "slots"):
                     granted = await self._admitting
@@ -254,7 +254,7 @@ class LineLedger:
         self._check_open("claim")
         tickets = [_plain(ticket) for ticket in first_by_deadline(ready)]
         try:
-            state, granted = await self._ask("claim", self._turn, tickets)
+            state, granted = await self._request("claim", self._turn, tickets)
         except asyncio.CancelledError:
             self._post("unclaim", self._turn, tickets)
             raise
@@ -386,7 +386,7 @@ class LineLedger:
         rank, ticket = self._earliest
         return f"the open step waits for group {ticket.group_id} of rank {rank}; see the output of that rank"
 
-    async def _ask(self, operation: str, *arguments: Any) -> Any:
+    async def _request(self, operation: str, *arguments: Any) -> Any:
         """Run an operation on the books. Errors: those of the operation; RankLost if rank 0 is lost."""
         if self._server is not None:
             return await self._server.run(operation, self._rank, *arguments)
@@ -399,7 +399,7 @@ class LineLedger:
         """Run an operation to its end, also if this task is cancelled."""
 
         async def run() -> Any:
-            result = await self._ask(operation, *arguments)
+            result = await self._request(operation, *arguments)
             # Here, so that a cancellation of the caller cannot leave the answer without its effect on this rank.
             if operation == "commit":
                 self._turn += 1
@@ -413,12 +413,12 @@ class LineLedger:
                         self._live[mine.group_id] = mine
             return result
 
-        asked = asyncio.ensure_future(run())
-        if (cancelled := await wait_shielded(asked)) is not None:
-            if not asked.cancelled():
-                asked.exception()
+        request = asyncio.ensure_future(run())
+        if (cancelled := await wait_shielded(request)) is not None:
+            if not request.cancelled():
+                request.exception()
             raise cancelled
-        return asked.result()
+        return request.result()
 
     def _post(self, operation: str, *arguments: Any) -> None:
         """Start an operation, and do not wait for its result."""
@@ -434,7 +434,7 @@ class LineLedger:
             # Read the books once for all changes of this iteration of the loop.
             asyncio.get_running_loop().call_soon(self._refresh)
         assert self._server is not None
-        self._server.tell_claimants()
+        self._server.notify_claimants()
         self._changes.number = self._server.ledger.changes
         self._changes.wake()
 

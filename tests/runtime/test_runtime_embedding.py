@@ -286,7 +286,7 @@ async def test_generate_raises_what_it_documents_and_no_group_around_it(tmp_path
             await runtime.generate("a", n=2)
         assert caught.value is first
         [note] = first.__notes__
-        assert note.startswith("and also: GenerationError: member 1 failed in the environment (KeyError: 'x' (")
+        assert note.startswith("afterwards also: GenerationError: member 1 failed in the environment (KeyError: 'x' (")
         assert note.endswith(" in run))") and __file__ in note
     async with Runtime(embedded(tmp_path, DRY), environment=Failing(KeyError("x")), write=False) as runtime:
         with pytest.raises(GenerationError, match=r"member 0 failed in the environment \(KeyError: 'x' ") as caught:
