@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from asyncrl.errors import AsyncrlError, TransportError
-from asyncrl.transport.inventory import Entry, clear, inventory
+from asyncrl.transport.inventory import clear, inventory
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,7 +39,10 @@ def _list() -> int:
     if not entries:
         print("nothing of asyncrl lies in shared memory")
         return 0
-    rows = [("name", "owner", "size", "records"), *map(_row, entries)]
+    rows = [("name", "owner", "size", "records")]
+    for entry in entries:
+        owner = {None: "nobody", 0: "not visible"}.get(entry.owner) or f"process {entry.owner}"
+        rows.append((entry.name, owner, f"{entry.size / 2**20:.1f} MiB", str(entry.records)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -47,11 +50,6 @@ def _list() -> int:
         if entry.problem:
             print(f"{entry.name}: {entry.problem}")
     return 0
-
-
-def _row(entry: Entry) -> tuple[str, str, str, str]:
-    owner = {None: "nobody", 0: "not visible"}.get(entry.owner) or f"process {entry.owner}"
-    return entry.name, owner, f"{entry.size / 2**20:.1f} MiB", str(entry.records)
 
 
 def _clear(names: Sequence[str], drop_records: bool) -> int:

@@ -108,7 +108,8 @@ class Watchdog:
         self._last_ping, self._last_answer, self._ping_sent = 0, 0, 0.0
         self._progress: Any = None  # the value that stands still since `_progress_since`
         self._progress_since = 0.0
-        self._deadline: float | None = None  # while the run is asked to end; only this deadline is checked then
+        # Set when the run is asked to end. From then on nothing else is checked.
+        self._deadline: float | None = None
         self._ending_reason = ""
         self._exit_code = StallError.exit_code
         self._lock = threading.Lock()  # guards the start of the countdown
@@ -213,7 +214,7 @@ class Watchdog:
             self._last_ping += 1
             self._ping_sent = now
             try:
-                self._loop.call_soon_threadsafe(self._answer, self._last_ping)
+                self._loop.call_soon_threadsafe(setattr, self, "_last_answer", self._last_ping)
             except RuntimeError:
                 # A closed loop never answers, which is no fault.
                 self._last_answer = self._last_ping
@@ -247,9 +248,6 @@ class Watchdog:
             remote_cause = None if limit.remote_cause is None else limit.remote_cause()
             cause = culprit(self._recorder.active_waits(), self._recorder.clock(), remote_cause)
         return f"{limit.sentence} for {still_s:.1f} s: {cause}"
-
-    def _answer(self, ping: int) -> None:
-        self._last_answer = ping
 
     def _frame_of(self, thread_id: int | None) -> str:
         return (None if thread_id is None else top_user_frame(thread_id)) or "no Python code but the event loop's"

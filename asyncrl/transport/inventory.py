@@ -97,27 +97,23 @@ def clear(name: str, *, drop_records: bool = False) -> int:
         # Lock the name first, as a new owner does. Remove the name last, so that an interrupted removal can be repeated.
         for part in reversed(parts):
             locks.enter_context(locked(part))
-        return _clear_locked(name, parts, drop_records)
-
-
-def _clear_locked(name: str, parts: list[str], drop_records: bool) -> int:
-    # Seal before the count. A producer that stores a record later sees the seal and keeps the record for the next owner.
-    sealed_before = [(part, _seal(part, True)) for part in parts]
-    found = [_read_entry(part) for part in parts]
-    records = sum(entry.records for entry in found)
-    # A segment that is only a header has no room for records, so its problem does not matter.
-    problems = [entry.problem for entry in found if entry.problem and entry.size > HEADER_BYTES]
-    if (records or problems) and not drop_records:
-        for part, was_sealed in sealed_before:
-            _seal(part, was_sealed)
-        reasons = [f"holds {records} accepted records that were neither trained nor dropped"] if records else []
-        reasons += [f"may hold records that cannot be read: {'; '.join(problems)}"] if problems else []
-        raise TransportError(
-            f"{path_of(name)} {', and '.join(reasons)}; start the run of this name again to train what can be read, or give "
-            "--drop-records to lose them"
-        )
-    for part in parts:
-        os.unlink(path_of(part))
+        # Seal before the count. A producer that stores a record later sees the seal and keeps the record for the next owner.
+        sealed_before = [(part, _seal(part, True)) for part in parts]
+        found = [_read_entry(part) for part in parts]
+        records = sum(entry.records for entry in found)
+        # A segment that is only a header has no room for records, so its problem does not matter.
+        problems = [entry.problem for entry in found if entry.problem and entry.size > HEADER_BYTES]
+        if (records or problems) and not drop_records:
+            for part, was_sealed in sealed_before:
+                _seal(part, was_sealed)
+            reasons = [f"holds {records} accepted records that were neither trained nor dropped"] if records else []
+            reasons += [f"may hold records that cannot be read: {'; '.join(problems)}"] if problems else []
+            raise TransportError(
+                f"{path_of(name)} {', and '.join(reasons)}; start the run of this name again to train what can be read, or give "
+                "--drop-records to lose them"
+            )
+        for part in parts:
+            os.unlink(path_of(part))
     return sum(entry.size for entry in found)
 
 

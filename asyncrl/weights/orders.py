@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 
+from asyncrl.distributed.connections import KeyValues, LineStore
 from asyncrl.distributed.line import LineClient, LineServer
-from asyncrl.distributed.values import KeyValues, LineStore
 from asyncrl.errors import AsyncrlError, DivergenceError, RankLost
 
 MOST_FAILURES = 3  # failed broadcasts in a row; a lost node resets the count

@@ -32,7 +32,6 @@ The board does not count its readers. The caller of `write` must know that no pr
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import mmap
 import os
@@ -46,7 +45,7 @@ from torch import Tensor
 
 from ...concurrency.offload import offload
 from ...errors import LifecycleError, OutOfMemory, TransportError
-from .segment import check_platform
+from .segment import allocate, check_platform
 from .slab import Slab, bytes_tensor
 from .words import Words, fault
 
@@ -337,19 +336,12 @@ def _allocate_pages(fd: int, total: int) -> None:
     """Allocate all pages now. If memory ran out, the kernel could kill any process; so check the free memory first."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    cause: OSError | None = None
-    if total <= free:
-        try:
-            os.posix_fallocate(fd, 0, total)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                raise
-            cause = error
-    raise OutOfMemory(
-        f"the weight board needs {total:,} bytes of memory for two versions of the weights, and {free:,} are free"
-        f"{f' ({cause.strerror})' if cause else ''}; use a smaller model or model.dtype=bfloat16, or generation.placement=shared"
-    ) from cause
+    error = allocate(fd, total) if total <= free else None
+    if total > free or error:
+        raise OutOfMemory(
+            f"the weight board needs {total:,} bytes of memory for two versions of the weights, and {free:,} are free"
+            f"{f' ({error.strerror})' if error else ''}; use a smaller model, model.dtype=bfloat16 or generation.placement=shared"
+        ) from error
 
 
 def _seal(fd: int) -> None:

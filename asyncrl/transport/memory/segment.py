@@ -123,7 +123,13 @@ class Segment:
         path = path_of(name)
         fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            _allocate(fd, _file_bytes(size), path)
+            if (error := allocate(fd, total := _file_bytes(size))) is not None:
+                space = os.statvfs(DIRECTORY)
+                raise OutOfMemory(
+                    f"{path} needs {total:,} bytes, but {DIRECTORY} has {space.f_bavail * space.f_frsize:,} free of "
+                    f"{space.f_blocks * space.f_frsize:,}; make the segment smaller, run `asyncrl shm clear`, or enlarge "
+                    f"{DIRECTORY} (mount -o remount,size=..., containers: --shm-size)"
+                ) from error
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.pwrite(fd, _header(size), 0)
         except BaseException:
@@ -214,18 +220,15 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _allocate(fd: int, total: int, path: str) -> None:
+def allocate(fd: int, total: int) -> OSError | None:
+    """Allocate `total` bytes of a file in memory. Returns the error if there is no room."""
     try:
         os.posix_fallocate(fd, 0, total)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
-        space = os.statvfs(DIRECTORY)
-        raise OutOfMemory(
-            f"{path} needs {total:,} bytes, but {DIRECTORY} has {space.f_bavail * space.f_frsize:,} free of "
-            f"{space.f_blocks * space.f_frsize:,}; make the segment smaller, run `asyncrl shm clear`, or enlarge "
-            f"{DIRECTORY} (mount -o remount,size=..., containers: --shm-size)"
-        ) from error
+        return error
+    return None
 
 
 def _file_bytes(size: int) -> int:

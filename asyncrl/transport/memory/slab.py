@@ -15,7 +15,7 @@ have unmapped it. A launch returns before its kernel ends, so the owner must wai
 from __future__ import annotations
 
 import struct
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -45,10 +45,14 @@ class Slab:
         if size < 1:
             raise ValueError(f"slab {name!r}: its size in bytes must be positive, found {size}")
         size = (size + 63) & -64
-        if str(device) == "cpu":
-            return cls(Segment.create(name, _HEAD_BYTES + size, prepare=_head_writer(_HOST, size, b"")), size, None)
-        memory = CudaMemory.allocate(device, size)
-        segment = Segment.create(name, _HEAD_BYTES, prepare=_head_writer(_CUDA, size, memory.description))
+        memory = None if str(device) == "cpu" else CudaMemory.allocate(device, size)
+        kind, description = (_HOST, b"") if memory is None else (_CUDA, memory.description)
+        head = _HEAD.pack(_MAGIC, size, kind, len(description)) + description
+
+        def write_head(data: memoryview) -> None:
+            data[: len(head)] = head
+
+        segment = Segment.create(name, _HEAD_BYTES + (size if memory is None else 0), prepare=write_head)
         return cls(segment, size, memory)
 
     @classmethod
@@ -101,12 +105,3 @@ class _ArrayBase:
         self._data = data
         interface = np.frombuffer(data, np.uint8).__array_interface__
         self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
-
-
-def _head_writer(kind: bytes, size: int, description: bytes) -> Any:
-    head = _HEAD.pack(_MAGIC, size, kind, len(description)) + description
-
-    def prepare(data: memoryview) -> None:
-        data[: len(head)] = head
-
-    return prepare
