@@ -379,9 +379,11 @@ class Reservation:
         partial step after which a live group could not be trained in time."""
         if not self.claimed:
             raise LedgerError(f"an empty step was committed at turn {self.turn}: no group has a place in it")
-        if self.late == "wait":
-            lost = self._lost_by_commit()
-            if lost is not None:
+        live = 0
+        for deadline in sorted(self._live) if self.late == "wait" else ():
+            live += len(self._live[deadline])
+            if live > self.groups_per_step * (deadline - self.turn):
+                lost = next(iter(self._live[deadline].values())).ticket
                 raise LedgerError(
                     f"a partial step ({self.claimed} of {self.groups_per_step} places) was committed at turn "
                     f"{self.turn}, but then group {lost.group_id} (deadline {lost.deadline}) cannot be trained "
@@ -394,15 +396,6 @@ class Reservation:
         self.claimed = 0
         self.turn += 1
         return self.turn
-
-    def _lost_by_commit(self) -> Ticket | None:
-        """A live group that could not be trained in time after a commit now."""
-        live = 0
-        for deadline in sorted(self._live):
-            live += len(self._live[deadline])
-            if live > self.groups_per_step * (deadline - self.turn):
-                return next(iter(self._live[deadline].values())).ticket
-        return None
 
     def rollback(self, rank: int | None = None) -> list[Ticket]:
         """Make the claimed groups (of one rank, or of all) live again. Returns their tickets."""

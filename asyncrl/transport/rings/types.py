@@ -41,16 +41,14 @@ class RingStatistics:
     damaged: int = 0  # messages about damaged segments
 
 
+@dataclass(slots=True, eq=False)
 class Delivery:
     """A leased record. Its arrays are views of the ring, valid until `release`."""
 
-    __slots__ = ("_release", "fresh", "record", "released")
-
-    def __init__(self, release: Callable[[Record], None], record: Record, fresh: tuple[int, ...]) -> None:
-        self.record = record
-        self.fresh = fresh  # positions of the members that no earlier record had
-        self.released = False
-        self._release = release
+    _release: Callable[[Record], None]
+    record: Record
+    fresh: tuple[int, ...]  # positions of the members that no earlier record had
+    released: bool = False
 
     def __str__(self) -> str:
         return f"group {self.record.group} of epoch {self.record.epoch}"
