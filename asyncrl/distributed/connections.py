@@ -25,8 +25,6 @@ from .exchange import Answer, Buffer
 from .line import LineClient, LineServer
 
 _HERE, _WHERE = "training/here", "training/where"
-# (request, buffers) -> answer of `KeyValues.answer`
-Call = Callable[[Any, Sequence[Buffer]], Coroutine[Any, Any, Answer]]
 
 
 class KeyValues:
@@ -56,7 +54,8 @@ class KeyValues:
 class LineStore(dist.Store):
     """Such values as the store of torch's process groups. Its methods block: call them on other threads than the event loop."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Callable[[Any, Sequence[Buffer]], Coroutine[Any, Any, Answer]]) -> None:
+        """`call(request, buffers)` returns the answer of `KeyValues.answer`. Call this on the event loop."""
         super().__init__()
         self._request, self._loop = call, asyncio.get_running_loop()
 

@@ -6,8 +6,8 @@ that gets SIGKILL stops no rank. A rank that goes on would write to a run direct
     the launcher ends after `tie_to_launcher`     ->  the kernel sends this rank SIGTERM, which shuts it down
     the launcher ended before `tie_to_launcher`   ->  the call raises if torchrun's store is gone or this rank is an orphan
 
-One case is not found: the launcher is on another machine than its store, ends in the tenths of a second before the call, and
-orphans are adopted by another process than process 1. Only Linux has the signal at the end of a parent.
+One case is missed: the launcher is on another machine than its store, ends in the tenths of a second before the call, and
+another process than process 1 adopts orphans. Only Linux has the signal at the end of a parent.
 """
 
 from __future__ import annotations

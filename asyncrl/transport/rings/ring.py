@@ -3,7 +3,7 @@
 A ring is the data of one segment. One producer and one consumer write words and payload, without locks:
 
     0     magic, version, slots, payload offset, payload bytes, producer (16 bytes), its pid and start time, CRC32 of these
-    128   head       producer   positions given out; the store that raises the head past a record accepts the record
+    128   head       producer   number of positions given to puts; the store that raises it past a record accepts the record
     192   owner      consumer   XOR of all words `released` (a check, see `find_damage`);  policy version + 1 (0: none)
     256   state      producer   1 attached, 2 closed by the producer;  position of the last put that was begun, + 1
     320   sequences  producer   [slots] position + 1 of the slot's record
