@@ -66,7 +66,7 @@ class _End:
     """The socket of a server or client. For the thread of one event loop."""
 
     # LineServer and LineClient define these.
-    _links: Callable[[], Iterable[Exchange]]
+    _exchanges: Callable[[], Iterable[Exchange]]
     _receive: Callable[[list[zmq.Frame]], None]
     _on_event: Callable[[int, int], None]
     _lose: Callable[[Exchange, str], None]
@@ -111,12 +111,12 @@ class _End:
         if self._closed or self._socket is None:
             self._closed = True
             return
-        for link in self._links():
-            if link.error is None:
-                link.send(BYE)
-            link.end(LifecycleError(f"{self.name} closed the line while a call waited for {link.peer}"))
-        for link in self._ended:
-            link.cancel()
+        for exchange in self._exchanges():
+            if exchange.error is None:
+                exchange.send(BYE)
+            exchange.end(LifecycleError(f"{self.name} closed the line while a call waited for {exchange.peer}"))
+        for exchange in self._ended:
+            exchange.cancel()
         self._closed = True
         self._loop.remove_reader(self._socket.FD)
         self._loop.remove_reader(self._monitor.FD)
@@ -129,7 +129,7 @@ class _End:
             raise cancelled
 
     async def _wait_closed(self) -> None:
-        await asyncio.gather(*(link.wait_ended() for link in self._links()), *self._ended.values())
+        await asyncio.gather(*(exchange.wait_ended() for exchange in self._exchanges()), *self._ended.values())
         # In a thread: `term` waits for the last messages, at most for the linger time.
         await offload(self._context.term, "close the line")
 
@@ -180,31 +180,33 @@ class _End:
     @property
     def peers(self) -> list[str]:
         """Names of the other ends that have connected and have not ended."""
-        return [link.peer for link in self._links() if link.error is None]
+        return [exchange.peer for exchange in self._exchanges() if exchange.error is None]
 
     def silent(self) -> list[str]:
         """A sentence for each end that is disconnected now. Thread-safe."""
         now = awake.now()
-        down = [(link.peer, since) for link in list(self._links()) if (since := link.down_since) is not None]
-        return [f"{peer} has given no sign of life for {now - since:.0f} s" for peer, since in down]
+        down = [(exchange.peer, exchange.down_since) for exchange in list(self._exchanges())]
+        return [
+            f"{peer} has given no sign of life for {now - since:.0f} s" for peer, since in down if since is not None
+        ]
 
-    def _set_down(self, link: Exchange) -> None:
-        if link.error is None and link.down_since is None:
-            link.down_since = awake.now()
+    def _set_down(self, exchange: Exchange) -> None:
+        if exchange.error is None and exchange.down_since is None:
+            exchange.down_since = awake.now()
         if self._watch is None or self._watch.done():
-            self._watch = self._loop.create_task(self._watch_links())
+            self._watch = self._loop.create_task(self._watch_exchanges())
 
-    async def _watch_links(self) -> None:
-        while any(link.down_since is not None for link in self._links()):
+    async def _watch_exchanges(self) -> None:
+        while any(exchange.down_since is not None for exchange in self._exchanges()):
             await asyncio.sleep(_TICK_S)
             now = awake.now()
-            for link in list(self._links()):
-                if link.down_since is not None and now - link.down_since > self.silence_s:
+            for exchange in list(self._exchanges()):
+                if exchange.down_since is not None and now - exchange.down_since > self.silence_s:
                     try:
-                        self._lose(link, f"has given no sign of life for {now - link.down_since:.0f} s")
+                        self._lose(exchange, f"has given no sign of life for {now - exchange.down_since:.0f} s")
                     except Exception:
-                        # An error of `on_end` must not end this task, which watches the other links, too.
-                        logger.exception("%s could not handle the loss of %s", self.name, link.peer)
+                        # An error of `on_end` must not end this task, which watches the other exchanges, too.
+                        logger.exception("%s could not handle the loss of %s", self.name, exchange.peer)
 
 
 class LineServer(_End):
@@ -238,7 +240,8 @@ class LineServer(_End):
     def silences(self) -> dict[str, float]:
         """Client -> seconds since its connection broke, 0 while it is connected. Clients that ended are left out."""
         now = awake.now()
-        return {peer: 0.0 if link.down_since is None else now - link.down_since for peer, link in self._peers.items()}
+        down = {peer: exchange.down_since for peer, exchange in self._peers.items()}
+        return {peer: 0.0 if since is None else now - since for peer, since in down.items()}
 
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> LineServer:
         """Listen; `address` is set afterwards. Errors: OSError if the address is not of this machine, or is in use."""
@@ -263,24 +266,24 @@ class LineServer(_End):
 
     async def ask(self, peer: str, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> Answer:
         """As `LineClient.ask`, to one client."""
-        return await self._link(peer).ask(kind, header, buffers)
+        return await self._exchange_with(peer).ask(kind, header, buffers)
 
     async def tell(self, peer: str, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> None:
         """As `LineClient.tell`, to one client."""
-        await self._link(peer).tell(kind, header, buffers)
+        await self._exchange_with(peer).tell(kind, header, buffers)
 
     async def tell_all(self, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> None:
         """`tell` to every client. A client that ends meanwhile is skipped."""
-        tells = [link.tell(kind, header, buffers) for link in self._peers.values()]
+        tells = [exchange.tell(kind, header, buffers) for exchange in self._peers.values()]
         for result in await asyncio.gather(*tells, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, RankLost):
                 raise result
 
     def give_up(self, peer: str, error: RankLost) -> None:
         """End the exchange with a client, if there is one, and send the client the error. Calls `on_end`."""
-        if (link := self._peers.get(peer)) is not None:
-            self._dismiss(peer.encode(), link.session, str(error))
-            self._end(link, error)
+        if (exchange := self._peers.get(peer)) is not None:
+            self._dismiss(peer.encode(), exchange.session, str(error))
+            self._end(exchange, error)
 
     def forget(self, peer: str) -> None:
         """Keep nothing about a client that has ended, and whose name no other client will have."""
@@ -305,13 +308,13 @@ class LineServer(_End):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _link(self, peer: str) -> Exchange:
-        link = self._peers.get(peer)
-        if link is None:
+    def _exchange_with(self, peer: str) -> Exchange:
+        exchange = self._peers.get(peer)
+        if exchange is None:
             raise RankLost(f"{peer} is not connected to {self.name}: it never came, or has ended; see its output")
-        return link
+        return exchange
 
-    def _links(self) -> Iterable[Exchange]:
+    def _exchanges(self) -> Iterable[Exchange]:
         return self._peers.values()
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
@@ -323,39 +326,39 @@ class LineServer(_End):
         operation, session = message[:2]
         if operation == HELLO:
             return self._on_hello(identity, int(head.get(zmq.SRCFD)), session, message[5])
-        link = self._peers.get(peer)
-        if link is None or link.session != session:
+        exchange = self._peers.get(peer)
+        if exchange is None or exchange.session != session:
             # Without an answer, a client whose connection never broke would wait for ever.
             return self._dismiss(identity, session, self._has_given_up(peer))
         if operation == BYE:
-            self._end(link, None)
+            self._end(exchange, None)
         else:
-            link.receive(message, [frame.buffer for frame in frames[2:]])
+            exchange.receive(message, [frame.buffer for frame in frames[2:]])
 
     def _on_hello(self, identity: bytes, connection: int, session: str, hello: dict[str, Any]) -> None:
         # Earlier events may be those of an earlier connection with the same descriptor, so they are read first.
         self._read_events()
         peer = identity.decode()
-        link = self._peers.get(peer)
+        exchange = self._peers.get(peer)
         if hello["protocol"] != _PROTOCOL:
             return self._dismiss(identity, session, f"{self.name} has another version of asyncrl; install one version")
-        if link is None or link.session != session:
+        if exchange is None or exchange.session != session:
             if hello["again"]:
                 return self._dismiss(identity, session, self._has_given_up(peer))
-            if link is not None:
-                self._lose(link, "was replaced by another process of this name")
+            if exchange is not None:
+                self._lose(exchange, "was replaced by another process of this name")
             transmit = lambda frames: self._send([identity, *frames])  # noqa: E731
-            link = self._peers[peer] = Exchange(self.name, peer, session, self._handlers, transmit)
+            exchange = self._peers[peer] = Exchange(self.name, peer, session, self._handlers, transmit)
             self.machines[peer] = hello["machine"]
-        link.connection, link.down_since = connection, None
+        exchange.connection, exchange.down_since = connection, None
         before = self._greeted.get(connection)
         self._greeted[connection] = peer
         if before not in (None, peer) and before in self._peers:
             self._set_down(self._peers[before])
-        link.send(WELCOME, header=self._session)
-        link.resend()
+        exchange.send(WELCOME, header=self._session)
+        exchange.resend()
         if connection not in self._connections:
-            self._set_down(link)
+            self._set_down(exchange)
 
     def _has_given_up(self, peer: str) -> str:
         return f"{self.name} has given up {peer}, or another process has its name"
@@ -372,41 +375,39 @@ class LineServer(_End):
             address, peer = self._connections.pop(value, ""), self._greeted.pop(value, "")
             # Warn only of a connection that was refused. A connection that broke may be that of a rank.
             refused, self._refusing = self._refusing, False
-            link = self._peers.get(peer)
-            if link is not None and link.connection == value:
-                self._set_down(link)
+            exchange = self._peers.get(peer)
+            if exchange is not None and exchange.connection == value:
+                self._set_down(exchange)
             # Read the HELLO that the peer may have sent before it was gone. Not earlier: the HELLO of a new connection with the
             # same descriptor may follow.
             self._read()
             if refused and address and address not in self._refused:
                 self._refused.add(address)
-                logger.warning(
+                text = (
                     "%s refused a connection from %s, which does not know the secret of this run; if it is a node of this run, "
-                    "set ASYNCRL_SECRET to the same value there",
-                    self.name,
-                    address,
+                    "set ASYNCRL_SECRET to the same value there"
                 )
+                logger.warning(text, self.name, address)
         elif event == 0:
             # All events are read, so a descriptor that is still in the table has not been closed and used anew.
             for descriptor, address in self._connections.items():
                 if not address:
                     self._connections[descriptor] = _peer_address(descriptor)
 
-    def _lose(self, link: Exchange, reason: str) -> None:
-        self._end(
-            link, RankLost(f"{link.peer} {reason}: it was killed, stopped, or its machine is gone; see its output")
-        )
+    def _lose(self, exchange: Exchange, reason: str) -> None:
+        lost = RankLost(f"{exchange.peer} {reason}: it was killed, stopped, or its machine is gone; see its output")
+        self._end(exchange, lost)
 
-    def _end(self, link: Exchange, lost: RankLost | None) -> None:
+    def _end(self, exchange: Exchange, lost: RankLost | None) -> None:
         # Handlers of a peer that said goodbye end by themselves.
-        link.end(lost or RankLost(f"{link.peer} has left {self.name}"), cancel=lost is not None)
-        self._ended[link] = self._loop.create_task(link.wait_ended())
-        self._ended[link].add_done_callback(lambda _: self._ended.pop(link))
-        if self._peers.get(link.peer) is link:
-            del self._peers[link.peer]
-        self._set_left(*(() if lost else (link.peer,)))
+        exchange.end(lost or RankLost(f"{exchange.peer} has left {self.name}"), cancel=lost is not None)
+        self._ended[exchange] = self._loop.create_task(exchange.wait_ended())
+        self._ended[exchange].add_done_callback(lambda _: self._ended.pop(exchange))
+        if self._peers.get(exchange.peer) is exchange:
+            del self._peers[exchange.peer]
+        self._set_left(*(() if lost else (exchange.peer,)))
         if self.on_end is not None:
-            self.on_end(link.peer, lost)
+            self.on_end(exchange.peer, lost)
         elif lost is not None:
             logger.warning("%s", lost)
 
@@ -431,7 +432,7 @@ class LineClient(_End):
         super().__init__(secret, name, silence_s)
         self.address = address if "://" in address else f"tcp://{address}"
         self._server, self.on_end = server, on_end
-        self._link = Exchange(name, server, secrets.token_hex(8), self._handlers, self._send)
+        self._exchange = Exchange(name, server, secrets.token_hex(8), self._handlers, self._send)
         self._server_session: str | None = None
         self._welcomed: asyncio.Future[None] | None = None
         self._probe: asyncio.Task[None] | None = None
@@ -446,7 +447,7 @@ class LineClient(_End):
         opened.curve_serverkey = self._server_keys[0]
         try:
             opened.connect(self.address)
-            self._set_down(self._link)
+            self._set_down(self._exchange)
             await self._welcomed
         except BaseException:
             await self.aclose()
@@ -465,18 +466,18 @@ class LineClient(_End):
         """Send a request and wait for its answer. A cancelled call cancels the handler, too. The buffers must not change before the
         answer. Errors: the AsyncrlError of the handler, RankLost, LifecycleError after `aclose`."""
         self._check_open(kind)
-        return await self._link.ask(kind, header, buffers)
+        return await self._exchange.ask(kind, header, buffers)
 
     async def tell(self, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> None:
         """Send a message without an answer. Waits only while `WINDOW` messages are not handled. The buffers must never change.
         Errors: RankLost, LifecycleError."""
         self._check_open(kind)
-        await self._link.tell(kind, header, buffers)
+        await self._exchange.tell(kind, header, buffers)
 
     def post(self, kind: str, header: Any = None) -> None:
         """As `tell`, without a wait: for the undoing of a cancelled call. Does nothing if the server is lost."""
         with contextlib.suppress(RankLost, LifecycleError):
-            self._link.post(TELL, kind, header)
+            self._exchange.post(TELL, kind, header)
 
     async def leave(self, timeout_s: float) -> list[str]:
         """Tell the server, before `aclose`, that it need not wait for this end. Returns an empty list. Calls `on_end` no more."""
@@ -486,40 +487,40 @@ class LineClient(_End):
         return []
 
     def _check_open(self, kind: str) -> None:
-        if self._server_session is None and self._link.error is None:
+        if self._server_session is None and self._exchange.error is None:
             raise LifecycleError(f"{self.name} is not connected: send {kind!r} inside `async with`")
 
-    def _links(self) -> Iterable[Exchange]:
-        return (self._link,)
+    def _exchanges(self) -> Iterable[Exchange]:
+        return (self._exchange,)
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         message = orjson.loads(frames[0].buffer)
         operation, session, header = message[0], message[1], message[5]
-        link = self._link
-        if session != link.session:
+        exchange = self._exchange
+        if session != exchange.session:
             return
         if operation == BYE:
-            self._lose(link, f"refuses it: {header}" if header else "has ended")
+            self._lose(exchange, f"refuses it: {header}" if header else "has ended")
         elif operation == WELCOME:
             if self._server_session not in (None, header):
-                return self._lose(link, "was started anew")
+                return self._lose(exchange, "was started anew")
             self._server_session = header
-            link.down_since = None
+            exchange.down_since = None
             if self._welcomed is not None and not self._welcomed.done():
                 self._welcomed.set_result(None)
         else:
-            link.receive(message, [frame.buffer for frame in frames[1:]])
+            exchange.receive(message, [frame.buffer for frame in frames[1:]])
 
     def _on_event(self, event: int, value: int) -> None:
-        if self._link.error is not None:
+        if self._exchange.error is not None:
             return
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             again, machine = self._server_session is not None, socket.gethostname()
             hello = {"protocol": _PROTOCOL, "again": again, "machine": machine}
-            self._link.send(HELLO, header=hello)
-            self._link.resend()
+            self._exchange.send(HELLO, header=hello)
+            self._exchange.resend()
         elif event == zmq.EVENT_DISCONNECTED:
-            self._set_down(self._link)
+            self._set_down(self._exchange)
         elif event == zmq.EVENT_CLOSED and self._server_session is not None and self._probe is None:
             self._probe = self._loop.create_task(self._check_ended())
 
@@ -530,14 +531,14 @@ class LineClient(_End):
             _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), 1.0)
             writer.close()
         except ConnectionRefusedError:
-            self._lose(self._link, "has ended or died: nothing listens at its address any more")
+            self._lose(self._exchange, "has ended or died: nothing listens at its address any more")
         except (OSError, TimeoutError):
             return
         finally:
             self._probe = None
 
-    def _lose(self, link: Exchange, reason: str) -> None:
-        if link.error is not None:
+    def _lose(self, exchange: Exchange, reason: str) -> None:
+        if exchange.error is not None:
             return
         lost = RankLost(f"{self.name} lost {self._server} at {self.address}, which {reason}; see its output")
         if self._server_session is None:
@@ -545,7 +546,7 @@ class LineClient(_End):
                 f"{self.name} could not connect to {self._server} at {self.address}: {self._server} does not run there, or "
                 "has another ASYNCRL_SECRET"
             )
-        link.end(lost)
+        exchange.end(lost)
         if self._welcomed is not None and not self._welcomed.done():
             self._welcomed.set_exception(lost)
         if self.on_end is not None:

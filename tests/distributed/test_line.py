@@ -181,10 +181,10 @@ async def test_a_call_may_be_cancelled_at_every_await(monkeypatch: pytest.Monkey
             assert all(task.cancelled() or task.result()[0] in range(4) for task in tasks)
         with pytest.raises(TypeError):
             await client.ask("slow", object())
-        await until(lambda: not client._link._sent and not running)
+        await until(lambda: not client._exchange._sent and not running)
         assert (await client.ask("echo", 1))[0] == ["rank 1", 1]
         [link] = server._peers.values()
-        assert client._link._window._value == 3 and len(link._answers) <= 1 and not link._running
+        assert client._exchange._window._value == 3 and len(link._answers) <= 1 and not link._running
 
 
 async def test_closing_ends_calls_and_handlers_and_leaves_nothing() -> None:

@@ -102,7 +102,7 @@ class Client(LineClient):
 
     @property
     def link(self) -> Exchange:
-        return self._link
+        return self._exchange
 
     def _send(self, frames: Sequence[Any]) -> None:
         self.process.send(frames, self.server.process, self._there)
