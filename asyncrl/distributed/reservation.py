@@ -270,7 +270,9 @@ class Reservation:
     def describe(self) -> str:
         """One sentence for error messages and the watchdog: the open step, and what it waits for."""
         first = self.first_live()
-        return describe_step(self.statistics(), self.groups_per_step, first and (first.rank, first.ticket))
+        return describe_step(
+            self.statistics(), self.groups_per_step, None if first is None else (first.rank, first.ticket)
+        )
 
     # -- transitions -----------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def test_accepted_records_are_not_cleared_without_a_word(name: str, capsys: pyte
                 await client.push(0, [Scored([1, 2], prompt_length=1)])
                 await client.push(1, [Scored([1, 2], prompt_length=1)])
             (await ring.get()).release()
-            found = entry(name)
+            found = await asyncio.to_thread(entry, name)
             assert found is not None and (found.owner, found.records) == (os.getpid(), 1)
 
     asyncio.run(leave_one())

@@ -177,7 +177,7 @@ async def test_strangers_at_the_door_are_told_why(name: str) -> None:
         address = address_of(ring._segment)
         for message, words in (
             (b"garbage", "not of this protocol"),
-            (b"[]", "not of this protocol"),
+            (b"[1]", "not of this protocol"),
             (json.dumps({"protocol": 99}).encode(), "protocol 99"),
             (json.dumps({"protocol": 2, "producer": "xyz"}).encode(), "16 bytes"),
             (b"x" * 5000, "longer than"),

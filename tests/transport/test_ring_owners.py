@@ -284,8 +284,9 @@ def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_recor
             monkeypatch.setattr(producer_module.ProducerCore, "try_attach", late)
             if synchronous:
                 blocking = Producer(name)
-                vars(blocking).update({key: value for key, value in vars(producer).items() if key != "_lock"})
+                vars(blocking).update({**vars(producer), "_lock": blocking._lock})
                 await asyncio.to_thread(blocking.put, planned(1))
+                vars(producer).update({**vars(blocking), "_lock": producer._lock})
             else:
                 await producer.put(planned(1))
             with anyio.fail_after(10):
