@@ -32,7 +32,9 @@ from asyncrl.errors import PlatformError
 try:
     tie = tie_to_launcher()
 except PlatformError as error:
-    (place / f"refused_{os.environ['RANK']}").write_text(str(error))
+    part = place / f"part_{os.environ['RANK']}"
+    part.write_text(str(error))
+    part.rename(place / f"refused_{os.environ['RANK']}")
     raise SystemExit(1)
 (place / f"tied_{os.environ['RANK']}").touch()
 if "STOPPING" in os.environ:
