@@ -239,7 +239,7 @@ class Reservation:
         """No further group can get a place in the open step: all places are claimed, or no group is live and none will come."""
         if self.claimed == self.groups_per_step:
             return True
-        return self.claimed > 0 and not self._live and all(self.exhausted)
+        return 0 < self.claimed == len(self.entries) and all(self.exhausted)
 
     def statistics(self) -> LedgerStatistics:
         return LedgerStatistics(
