@@ -10,6 +10,7 @@ from asyncrl.config.resolve import turns_bound
 from asyncrl.config.schema import Config
 from asyncrl.data.store import Store
 from asyncrl.distributed.ledger import LocalLedger
+from asyncrl.distributed.reservation import Reservation
 from asyncrl.pumps.book import GroupBook
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import ClaimState, LedgerStatistics, Microbatch, StepResult, Ticket
@@ -92,9 +93,8 @@ class AuditedLedger(LocalLedger):
 
     def __init__(self, house: House, config: Config) -> None:
         rollout = config.rollout
-        super().__init__(
-            rollout.groups_per_step, turns_bound(config), late=rollout.late, warmup=rollout.sync_warmup_steps
-        )
+        bounds = rollout.groups_per_step, turns_bound(config), rollout.late
+        super().__init__(Reservation(*bounds, warmup=rollout.sync_warmup_steps))
         self.house = house
         self.admissions: Counter[int] = Counter()  # by group id; an embedding program may submit one again
         self.endings: dict[int, list[str]] = {}  # by group id: every way in which it ended

@@ -13,7 +13,7 @@ import numpy as np
 from support.trajectories import trajectory
 
 from asyncrl.data.store import Store
-from asyncrl.distributed.changes import Changes
+from asyncrl.distributed.ledger import Changes
 from asyncrl.distributed.reservation import Reservation
 from asyncrl.pumps.book import GroupBook
 from asyncrl.pumps.travel import Arrivals, Departures
