@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from asyncrl.environments.session import Session
 from asyncrl.errors import ConfigError, DataError, EngineClosed, EpisodeLimit, GenerationError
 from asyncrl.http.access import Address, Refused
 from asyncrl.http.server import Handler, HttpServer, receive, web
-from asyncrl.types import ChatAnswer, FinishReason, Generation
+from asyncrl.types import ChatAnswer, FinishReason, Generation, Int32Array, SamplingParams
 
 from .keys import ENDED, Answers, EpisodeKeys, OpenKey
 from .messages import MessagesBody, messages_events, messages_reply
@@ -251,6 +251,7 @@ class Endpoint:
             async with plain_task_group() as tasks:
                 for number in missing:
                     tasks.start_soon(sample, number)
+            ask.top_tokens = await self._top_tokens(ask, answers[0].prompt_ids) if ask.top else ()
         except EngineClosed as error:
             raise Refused(503, f"the run ends: {error}") from None
         except EpisodeLimit as error:
@@ -263,6 +264,21 @@ class Endpoint:
         finally:
             opened.answering = [other for other in opened.answering if other is not answers]
         return [answers[number] for number in sorted(answers)]
+
+    async def _top_tokens(self, ask: Ask, prompt_ids: Int32Array) -> Sequence[tuple[int, float]]:
+        """The most probable tokens behind the prompt, with their log-probs. Each is sampled greedily, with the tokens before it
+        banned, in a session that is not trained."""
+        found: dict[int, float] = {}
+        sampling = SamplingParams(temperature=ask.sampling.temperature or 1.0, top_k=1, max_tokens=1)
+        session = self._untrained_session()
+        for _ in range(ask.top):
+            banned = dict.fromkeys(found, -100.0)
+            generation = await session.sample(prompt_ids, replace(sampling, logit_bias=banned))
+            token = int(generation.token_ids[0])
+            if token in found:
+                break
+            found[token] = float(generation.logprobs[0])
+        return list(found.items())
 
     async def _models(self, _: web.BaseRequest) -> web.Response:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncrl"}

@@ -6,7 +6,7 @@ The models validate bodies and make the OpenAPI document, so both say the same. 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -40,6 +40,8 @@ class Ask:
     stream: bool = False
     usage: bool = False  # end a stream with a chunk about the usage
     logprobs: bool = False
+    top: int = 0  # how many of the most probable first tokens to return
+    top_tokens: Sequence[tuple[int, float]] = ()  # these tokens with their log-probs
     ids: bool = False  # return token ids
 
 
@@ -215,8 +217,27 @@ class PenaltiesBody(OpenAiBody):
         return self._ask(defaults, given, n=self.n or 1, usage=usage, **further)
 
 
+def _check_top(top: int | None, info: Any) -> int | None:
+    # `info.data` has the fields of `ChatBody` above `top_logprobs`.
+    if top and not (info.data.get("logprobs") and info.data.get("max_tokens") == 1):
+        raise ValueError("above 0 it needs logprobs true and max_tokens 1")
+    return top
+
+
+# JSON Schema of the rule that `_check_top` checks.
+_TOP: Any = {
+    "if": {"properties": {"top_logprobs": {"type": "integer", "minimum": 1}}, "required": ["top_logprobs"]},
+    "then": {
+        "properties": {"logprobs": {"const": True}, "max_tokens": {"const": 1}},
+        "required": ["logprobs", "max_tokens"],
+    },
+}
+
+
 class ChatBody(PenaltiesBody):
     """Parameters of `POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(json_schema_extra=_TOP)
 
     messages: Annotated[list[Annotated[_TextMessage | _ReplyMessage, Field(discriminator="role")]], Field(min_length=1)]
     tools: list[_ChatTool] | None = None
@@ -224,7 +245,9 @@ class ChatBody(PenaltiesBody):
     parallel_tool_calls: OnlyTrue | None = Field(None, description="The policy may call any number of tools.")
     max_completion_tokens: int | None = TOKENS
     logprobs: bool | None = Field(None, description="Log-probs of the sampled tokens, at the sampling temperature.")
-    top_logprobs: int | None = Field(None, ge=0, le=0, description=SAMPLED_ALONE)
+    top_logprobs: Annotated[int | None, AfterValidator(_check_top)] = Field(
+        None, ge=0, le=20, description="Above 0 only with max_tokens 1: measured by further requests."
+    )
     response_format: PlainFormat | None = Field(None, description=GRAMMAR)
     modalities: list[Literal["text"]] | None = None
     functions: None = refused("Not supported: use tools.")
@@ -236,7 +259,8 @@ class ChatBody(PenaltiesBody):
     def ask(self, defaults: SamplingParams) -> Ask:
         max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         tools: Any = [] if self.tool_choice == "none" else self.tools
-        return self._complete(defaults, max_tokens, messages=self.messages, tools=tools, logprobs=bool(self.logprobs))
+        fields = {"messages": self.messages, "tools": tools, "top": self.top_logprobs or 0}
+        return self._complete(defaults, max_tokens, logprobs=bool(self.logprobs), **fields)
 
 
 Ids = Annotated[list[TokenId], Field(min_length=1)]

@@ -46,11 +46,14 @@ def version_runs(generation: Generation) -> list[list[int]]:
     return np.stack([versions[starts], np.diff(starts, append=versions.size)], axis=1).tolist()  # type: ignore[no-any-return]  # lists
 
 
-def logprob_content(choice: ChatAnswer) -> dict[str, Any]:
+def logprob_content(choice: ChatAnswer, top: Sequence[tuple[int, float]] = ()) -> dict[str, Any]:
     """`choices[i].logprobs`. Written as text, because a dictionary for each token costs the event loop milliseconds."""
     generation = choice.generation
     ids = generation.token_ids.tolist()
-    parts = map(_CONTENT.__mod__, zip(ids, ids, generation.logprobs.tolist(), strict=True))
+    parts = list(map(_CONTENT.__mod__, zip(ids, ids, generation.logprobs.tolist(), strict=True)))
+    if parts and top:
+        tops = ",".join(_CONTENT.replace(',"top_logprobs":[]', "") % (token, token, value) for token, value in top)
+        parts[0] = parts[0].replace('"top_logprobs":[]', f'"top_logprobs":[{tops}]')
     return {"content": orjson.Fragment(f"[{','.join(parts)}]"), "refusal": None}
 
 
@@ -87,7 +90,7 @@ def chat_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
             {
                 "index": number,
                 "message": {"refusal": None, **choice.message},
-                "logprobs": logprob_content(choice) if ask.logprobs else None,
+                "logprobs": logprob_content(choice, ask.top_tokens) if ask.logprobs else None,
                 "finish_reason": finish_reason(choice),
                 **_shared(ask, choice),
             }

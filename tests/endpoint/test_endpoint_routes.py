@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("aiohttp", reason="needs the extra [http]")
 
 from endpoint_helpers import ASK, CALL, opened
-from environments_chat import TOOL, Script
+from environments_chat import TOOL, Script, tokenizer_of
+from generation_models import opened as open_engine
+from generation_models import policy_and_plain
 
 TOOLS: dict[str, Any] = {
     "/v1/chat/completions": TOOL,
@@ -132,6 +135,28 @@ async def test_logprobs_are_those_of_the_tokens_byte_for_byte() -> None:
         assert o.session.turns == 3
 
 
+async def test_top_logprobs_of_a_first_token_are_those_of_the_model() -> None:
+    """As OpenEnv's `validate_llm` asks: twice the temperature means half the distance of two log-probs."""
+    tokenizer = tokenizer_of("qwen2_5")
+    policy, plain = policy_and_plain("qwen3", vocabulary=len(tokenizer))
+    gaps = []
+    async with open_engine(policy, max_context=256) as engine, opened(engine.engine.generate) as o:
+        for temperature in (1.0, 2.0):
+            more = {"temperature": temperature, "max_tokens": 1, "logprobs": True, "top_logprobs": 5}
+            _, key = o.endpoint.open(None)
+            status, reply = await o.post("/v1/chat/completions", ASK | more | {"return_token_ids": True}, key)
+            assert status == 200, reply
+            with torch.no_grad():
+                logits = plain(torch.tensor([reply["prompt_token_ids"]])).logits[0, -1].double()
+            expected = (logits / temperature).log_softmax(-1).topk(5)
+            [first] = reply["choices"][0]["logprobs"]["content"]
+            assert [each["token_id"] for each in first["top_logprobs"]] == expected.indices.tolist()
+            values = [each["logprob"] for each in first["top_logprobs"]]
+            assert values == pytest.approx(expected.values.tolist(), abs=1e-4)
+            gaps.append(values[0] - values[1])
+        assert gaps[1] / gaps[0] == pytest.approx(0.5, abs=1e-3) and o.session.turns == 0
+
+
 async def test_several_choices_and_prompts() -> None:
     async with opened(Script("qwen2_5", *"abcdefg")) as o:
         _, reply = await o.post("/v1/chat/completions", ASK | {"n": 3})
@@ -155,7 +180,8 @@ async def test_models_names_the_policy_and_its_room() -> None:
         ("/v1/chat/completions", {"seed": 4}, ("seed", "members of a group would be equal")),
         ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, ("response_format", "no grammar")),
         ("/v1/chat/completions", {"tool_choice": "required"}, ("tool_choice", "cannot be forced")),
-        ("/v1/chat/completions", {"top_logprobs": 3}, ("top_logprobs", "sampled tokens")),
+        ("/v1/chat/completions", {"top_logprobs": 3}, ("top_logprobs", "max_tokens 1")),
+        ("/v1/responses", {"top_logprobs": 3}, ("top_logprobs", "sampled tokens")),
         ("/v1/chat/completions", {"guided_json": {}}, ("guided_json is not supported", "docs/endpoint.md")),
         ("/v1/chat/completions", {"messages": []}, ("messages", "at least 1")),
         (
