@@ -1,8 +1,7 @@
 """`report.html`: one self-contained page about a run, built from the files in its directory.
 
-Reads `metrics.jsonl`, `trace.json` (its end only), `rollouts/` and `config.yaml`; each may be missing. Everything that
-the model or the user wrote goes into the page as JSON data (the name of the run also as the title) and onto the screen as text,
-never as markup.
+Reads `metrics.jsonl`, `rollouts/` and `config.yaml`; each may be missing. Texts of the model and of the user are JSON data in the
+page (the name of the run is also its title). The page shows these texts as text, never as markup.
 """
 
 from __future__ import annotations
@@ -10,32 +9,22 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import deque
-from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from .budget import kind_of
 from .curves import MOST_NAMES, Curves, finite, is_share
 from .explained import metric
-from .recorder import LANE_PREFIX
 from .reward_signal import Warnings
 from .sinks import each_row, read_jsonl
-from .trace import read_tail
 
-_TIMELINE_STEPS = 3
-# The times of this many last steps are kept, because the trace may have ended long before the run.
-_KEPT_STEP_ENDS = 10_000
-_TIMELINE_SPANS = 12_000
-_TIMELINE_ROWS_PER_TRACK = 6
 _SAMPLED_STEPS = 10
 _SAMPLES_PER_STEP = 5
 _TEXT_LIMIT = 6_000
 _CONFIG_LIMIT = 100_000
-_ASSETS = "charts.js", "timeline.js", "report.js"
+_ASSETS = "charts.js", "report.js"
 
 
 def write_report(run_dir: Path, *, name: str | None = None, result: str | None = None) -> Path:
@@ -72,7 +61,6 @@ def render(data: dict[str, Any]) -> str:
 def collect(run_dir: Path, *, name: str | None = None, result: str | None = None) -> dict[str, Any]:
     """The data of the page. All values are finite, or None if a metric is missing or was NaN."""
     curves, warnings, trained = Curves(), Warnings(), 0
-    step_ends: deque[tuple[float, int]] = deque(maxlen=_KEPT_STEP_ENDS)  # Unix seconds, step
     started, ended = math.inf, 0.0
     for row in each_row(run_dir / "metrics.jsonl"):
         if not isinstance(row.get("step"), int):
@@ -83,7 +71,6 @@ def collect(run_dir: Path, *, name: str | None = None, result: str | None = None
         started = min(started, ended - seconds)
         curves.add(row, seconds)
         warnings.add(row)
-        step_ends.append((ended, row["step"]))
         trained += "time/step" in row
     rollouts, reward_range = _rollouts(run_dir / "rollouts")
     return {
@@ -97,7 +84,6 @@ def collect(run_dir: Path, *, name: str | None = None, result: str | None = None
         "about": {name: about[1:] for name in curves.names() if (about := metric(name))},
         "weights": curves.weights,
         "account": _account(curves),
-        "timeline": _timeline(run_dir / "trace.json", step_ends),
         "rollouts": rollouts,
         "reward_range": reward_range,
         "warnings": [*warnings.finish(), *_omissions(curves)],
@@ -127,64 +113,6 @@ def _account(curves: Curves) -> dict[str, dict[str, float]]:
         lane, _, label = rest.rpartition("/")
         account.setdefault(lane or "all", {})[f"{section}/{label}"] = curves.seconds(name)
     return {lane: account[lane] for lane in sorted(account, key=lambda lane: (lane != "all", lane))}
-
-
-def _timeline(path: Path, step_ends: Iterable[tuple[float, int]]) -> dict[str, Any] | None:
-    """The spans of the last steps that the trace covers, by row; times in microseconds since the trace started."""
-    if not path.exists():
-        return None
-    other, names, events = read_tail(path)
-    spans = [event for event in events if event["ph"] == "X"]
-    if not spans:
-        return None
-    end = max(event["ts"] + event["dur"] for event in spans)
-    marks = [((time - other["started_unix"]) * 1e6, step) for time, step in step_ends]
-    covered = [mark for mark in marks if 0 <= mark[0] <= end]
-    start = covered[-1 - _TIMELINE_STEPS][0] if len(covered) > _TIMELINE_STEPS else 0.0
-    shown = [event for event in spans if event["ts"] + event["dur"] >= start]
-    shown.sort(key=lambda event: event["ts"] + event["dur"])
-    if len(shown) > _TIMELINE_SPANS:
-        shown = shown[-_TIMELINE_SPANS:]
-        start = max(start, shown[0]["ts"])
-    start = max(start, min(event["ts"] for event in shown))
-    rows, table, hidden = _timeline_rows(shown, names, start)
-    lead = "What every lane and every pump did during the last steps that the trace covers."
-    if other.get("dropped_events"):
-        lead += f" The trace was full before the run ended: {other['dropped_events']:,} later events were not stored."
-    if hidden:
-        lead += f" {hidden} further rows of overlapping spans are in trace.json."
-    shown_marks = [[moment, step] for moment, step in marks if start < moment <= end + 1e3]
-    return {"start": start, "end": end, "rows": rows, "names": table, "steps": shown_marks, "lead": lead}
-
-
-def _timeline_rows(
-    events: list[dict[str, Any]], names: dict[int, str], start: float
-) -> tuple[list[dict[str, Any]], list[str], int]:
-    """Rows with spans `[start, duration, index of name, colour key, detail]`, the names, and the number of omitted rows."""
-    table: dict[str, int] = {}
-    by_row: dict[int, list[list[Any]]] = {}
-    for event in events:
-        name = event["name"]
-        args = event.get("args") or {}
-        is_wait = event.get("cat") == "wait"
-        key = f"idle/{args.get('cause')}" if is_wait else kind_of(name)
-        detail = f"on {args.get('on')} ({args.get('cause') or 'no cause'})" if is_wait else ""
-        begin = max(event["ts"], start)
-        duration = round(event["ts"] + event["dur"] - begin, 1)
-        span = [round(begin, 1), duration, table.setdefault(name, len(table)), key, detail]
-        by_row.setdefault(event["tid"], []).append(span)
-    rows, hidden = [], 0
-    for tid in sorted(by_row):
-        name = names.get(tid, f"row {tid}")
-        # `write_trace` names the further rows of a track "NAME #2", "NAME #3".
-        further_row = re.fullmatch(r".* #(\d+)", name)
-        if further_row and int(further_row.group(1)) > _TIMELINE_ROWS_PER_TRACK:
-            hidden += 1
-            continue
-        # An outer span must be painted before those inside it.
-        spans = sorted(by_row[tid], key=lambda span: (span[0], -span[1]))
-        rows.append({"name": name if further_row else name.removeprefix(LANE_PREFIX), "spans": spans})
-    return rows, list(table), hidden
 
 
 def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:

@@ -1,7 +1,7 @@
 """Writes `trace.json` in the Chrome trace format, for https://ui.perfetto.dev or chrome://tracing.
 
-The file is one JSON object with `traceEvents`. The metadata events (`M`) are first, then the events of `Recorder.events`, one per
-line. So `read_tail` can skip the middle of a large file. Times are microseconds since the recorder started.
+The file is one JSON object with `traceEvents`: the metadata events (`M`), then the events of `Recorder.events`, one per line.
+Times are microseconds since the recorder started.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from .recorder import LANE_PREFIX, Recorder
 from .records import TraceEvent
 
 _CHUNK = 4096  # events per write
-_HEAD_BYTES = 1 << 20  # `read_tail` looks for metadata only in these first bytes
 
 
 def assign_rows(events: Iterable[TraceEvent]) -> dict[int, int]:
@@ -121,30 +120,3 @@ def _write(
 def dump(value: Any) -> bytes:
     """JSON without line breaks. NaN and infinities become null, NumPy values become numbers and lists, other types become text."""
     return orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-
-
-def read_tail(path: Path, max_bytes: int = 16 << 20) -> tuple[dict[str, Any], dict[int, str], list[dict[str, Any]]]:
-    """Read a file of `write_trace`: `otherData`, the thread names by tid, and the events in the last `max_bytes`."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - max_bytes))
-        tail = file.read()
-    first = head.split(b"\n", 1)[0]
-    other = orjson.loads(first.removesuffix(b',"traceEvents":[') + b"}").get("otherData", {})
-    names: dict[int, str] = {}
-    for entry in _lines(head):
-        if entry.get("ph") == "M" and entry["name"] == "thread_name":
-            names[entry["tid"]] = entry["args"]["name"]
-    return other, names, [entry for entry in _lines(tail) if entry.get("ph") != "M"]
-
-
-def _lines(block: bytes) -> Iterator[dict[str, Any]]:
-    for line in block.split(b"\n"):
-        line = line.rstrip(b",")
-        # The first and the last line of a block may be incomplete.
-        if line.startswith(b'{"ph":') and line.endswith(b"}"):
-            try:
-                yield orjson.loads(line)
-            except orjson.JSONDecodeError:
-                continue

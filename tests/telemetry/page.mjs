@@ -12,7 +12,6 @@ class Node_ {
   setAttribute(key, value) { this.attributes[key] = String(value); }
   addEventListener(event, listener) { this.listeners[event] = listener; }
   querySelector(tag) { return this.find(tag)[0] || new Node_(tag); }
-  getContext() { return new Proxy({}, { get: (_, name) => (name === "measureText" ? () => ({ width: 20 }) : () => {}), set: () => true }); }
   remove() { this.removed = true; }
   get clientWidth() { return width; }
   get textContent() { return this.text + this.children.map((child) => child.textContent).join(""); }
@@ -29,10 +28,7 @@ const document = {
   createElementNS: (_, tag) => new Node_(tag),
   createTextNode: (text) => Object.assign(new Node_("#text"), { text }),
 };
-const window = { addEventListener() {}, devicePixelRatio: 1 };
-const matchMedia = () => ({ addEventListener() {} });
-const getComputedStyle = () => ({ getPropertyValue: () => "#000000" });
-vm.runInNewContext(script("<script>\n"), { document, window, addEventListener() {}, matchMedia, getComputedStyle, requestAnimationFrame() {}, innerWidth: width, innerHeight: 900 });
+vm.runInNewContext(script("<script>\n"), { document, addEventListener() {}, innerWidth: width, innerHeight: 900 });
 
 const cards = (id) => document.getElementById(id).children.map((card) => ({
   title: card.find("h3")[0].children[0].textContent,

@@ -198,40 +198,9 @@ def test_the_data_of_the_page_is_that_of_the_run(run_dir: Path) -> None:
     assert all(each["total"] == 16 and len(each["rows"]) == 5 for each in data["rollouts"])
 
 
-def test_the_timeline_shows_the_last_steps(run_dir: Path) -> None:
-    timeline = collect(run_dir)["timeline"]
-    names = [row["name"] for row in timeline["rows"]]
-    assert names[0] == "cpu"
-    assert {"train pump", "score pump", "environment", "environment #2"} <= set(names)
-    assert [step for _, step in timeline["steps"]] == [10, 11, 12]
-    for row in timeline["rows"]:
-        for start, duration, name, key, _ in row["spans"]:
-            assert timeline["start"] - 0.1 <= start <= start + duration <= timeline["end"] + 0.2
-            assert timeline["names"][name] and key
-    lane = [span for row in timeline["rows"] if row["name"] == "cpu" for span in row["spans"]]
-    assert {span[3] for span in lane} == {"decode", "prefill", "train"}
-
-
-def test_rows_of_many_overlapping_spans_are_left_out_and_counted(tmp_path: Path) -> None:
-    clock = Clock()
-    recorder = Recorder(clock, max_events=10)
-    spans = [recorder.span(f"episode {member}", track="environment") for member in range(10)]
-    for span in spans:
-        clock.now += 1.0
-        span.__enter__()
-    for span in spans:  # the first in is the first out, as with coroutines: none is nested in another
-        clock.now += 1.0
-        span.__exit__(None, None, None)
-    recorder.instant("one too many", track="environment")
-    write_trace(recorder, tmp_path / "trace.json")
-    timeline = collect(tmp_path)["timeline"]
-    assert [row["name"] for row in timeline["rows"]] == ["environment", *(f"environment #{n}" for n in range(2, 7))]
-    assert "4 further rows" in timeline["lead"] and "1 later events were not stored" in timeline["lead"]
-
-
 def test_an_empty_directory_gives_a_page(tmp_path: Path) -> None:
     data = json.loads(Page(write_report(tmp_path, name="nothing").read_text("utf-8")).data)
-    assert data["steps"] == [] and data["timeline"] is None and data["rollouts"] == [] and data["config"] is None
+    assert data["steps"] == [] and data["rollouts"] == [] and data["config"] is None
 
 
 def test_one_step_with_nan_and_a_broken_line(tmp_path: Path) -> None:

@@ -1,4 +1,21 @@
-// Puts the page together from the data that lies in it.
+// Fills the page from its data.
+const KIND_COLOURS = {
+  decode: "#2f6bdc", prefill: "#7fb0f7", train: "#1f9d63", logprobs: "#8fd3ae", publish: "#0e8fa3", evaluate: "#8a4fc0", checkpoint: "#8d6b2f",
+};
+const CAUSE_COLOURS = {
+  handoff: "#f6dc85", loop: "#efb62f", start: "#cdd4de", reward: "#f07f2f", environment: "#c9541a", checkpoint: "#d3b98c",
+  publish: "#9ad0d8", evaluate: "#cbb2ea", group: "#f2a3b3", slots: "#f7c9d8", requests: "#e6dbe8", unexplained: "var(--ink)",
+};
+const SPARE = ["#b9c6da", "#b7d1c6", "#d9cdb0", "#cdc0dc", "#dbc6c0", "#c5d2b4"];
+
+function spare(name) {
+  let sum = 0;
+  for (const letter of name) sum = (sum * 31 + letter.charCodeAt(0)) % 9973;
+  return SPARE[sum % SPARE.length];
+}
+function kindColour(kind) { return KIND_COLOURS[kind] || spare(kind); }
+function causeColour(cause) { return CAUSE_COLOURS[cause] || "#d7a7c0"; }
+
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const STEPS = DATA.steps, SERIES = DATA.series;
 const byId = (id) => document.getElementById(id);
@@ -173,14 +190,6 @@ function line(label, share, took, colour, style, title) {
   return el("tr", { class: style }, name, el("td", { class: "n", text: share.toFixed(1) + " %" }), el("td", { class: "n", text: seconds(took) }));
 }
 
-function timeline() {
-  const box = byId("timeline"), data = DATA.timeline;
-  if (!data || !data.rows.length) { byId("timeline-lead").textContent = ""; box.append(el("p", { class: "empty", text: "No trace was recorded." })); return; }
-  byId("timeline-lead").textContent = data.lead;
-  for (const row of data.rows) for (const span of row.spans) span[3] = span[3].startsWith("idle/") ? causeColour(span[3].slice(5)) : kindColour(span[3]);
-  drawTimeline(box, data);
-}
-
 function rollouts() {
   const box = byId("rollouts"), sets = DATA.rollouts;
   if (!sets.length) { box.append(el("p", { class: "empty", text: "No rollouts were written." })); return; }
@@ -224,4 +233,4 @@ function config() {
   byId("config-link").remove();
 }
 
-header(); curves(); idle(); timeline(); rollouts(); config();
+header(); curves(); idle(); rollouts(); config();
