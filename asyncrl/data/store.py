@@ -19,16 +19,15 @@ Only for the thread of the event loop. No method awaits.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.errors import DataError, LifecycleError
+from asyncrl.errors import DataError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Group, Ticket, Trajectory
 
@@ -70,53 +69,36 @@ class Rows:
     columns: dict[str, Column] = field(default_factory=dict)
     leases: tuple[Lease, ...] = ()
     claimed: bool = False
-    # Size of the trajectories' arrays and of the columns. The store updates this number.
-    bytes: int = 0
 
     @property
     def group_id(self) -> int:
         """The id of the group, from its ticket."""
         return self.group.group_id
 
-    def count_bytes(self) -> int:
-        """The size of the trajectories' arrays and of the columns now, for `bytes`."""
-        return sum(nbytes(t) for t in self.group.trajectories) + sum(map(_bytes, self.columns.values()))
 
-
-@dataclass(frozen=True, slots=True)
-class StoreStatistics:
-    """Sizes of the content now."""
+class StoreStatistics(NamedTuple):
+    """Numbers of rows now: all, and those of claimed groups."""
 
     rows: int
-    bytes: int
-    claimed: int  # rows
+    claimed: int
 
 
 class Store:
     """The rows of all groups: see the module docstring. A context manager that closes the store."""
 
-    def __init__(
-        self,
-        recorder: Recorder | None = None,
-        *,
-        required: Sequence[str] = (REWARDS,),
-    ) -> None:
-        """`recorder`: gets `queue/store/depth` and `store/*`. `required`: a group is ready if all of these columns are written."""
+    def __init__(self, recorder: Recorder | None = None, *, required: Sequence[str] = (REWARDS,)) -> None:
+        """`recorder`: gets `queue/store/depth`. `required`: a group is ready if all of these columns are written."""
         self._recorder = recorder
         self._required = frozenset(required)
         self._held: dict[int, Rows] = {}  # by group id
         self._ready: dict[int, Ticket] = {}  # by group id, in the order of `ready`
-        self._rows = self._bytes = 0
-        self._closed = False
+        self._rows = 0
 
     def close(self) -> None:
-        """Remove all rows without a release of their leases. A second call does nothing."""
-        if not self._closed:
-            with self._timed("close"):
-                self._held.clear()
-                self._ready.clear()
-                self._rows = self._bytes = 0
-            self._closed = True
+        """Remove all rows without a release of their leases, so that no view of shared memory is left."""
+        self._held.clear()
+        self._ready.clear()
+        self._count(-self._rows)
 
     def __enter__(self) -> Store:
         return self
@@ -129,15 +111,12 @@ class Store:
 
         Errors: DataError for a group that is already stored, or arrays of a member with different lengths.
         """
-        with self._timed("put"):
-            if group.group_id in self._held:
-                raise DataError(f"group {group.group_id} is in the store already; clear the group first")
-            members = tuple(_checked(t, group.group_id, copy=not leases) for t in group.trajectories)
-            rows = self._held[group.group_id] = Rows(replace(group, trajectories=members), {}, tuple(leases))
-            rows.bytes = rows.count_bytes()
-            self._rows += len(members)
-            self._bytes += rows.bytes
-            return rows.group
+        if group.group_id in self._held:
+            raise DataError(f"group {group.group_id} is in the store already; clear the group first")
+        members = tuple(_checked(t, group.group_id, copy=not leases) for t in group.trajectories)
+        rows = self._held[group.group_id] = Rows(replace(group, trajectories=members), {}, tuple(leases))
+        self._count(len(members))
+        return rows.group
 
     def score(self, group: Group) -> None:
         """Replace a stored group by `group`, whose rewards and components are final.
@@ -145,34 +124,30 @@ class Store:
         Arrays are copied unless they are the stored arrays: a user's code may have made them, and may keep and change them.
         Errors: KeyError for a group that is not stored, DataError for another number of members.
         """
-        with self._timed("score"):
-            rows = self.rows(group.group_id)
-            if len(group.trajectories) != len(rows.group.trajectories):
-                raise DataError(
-                    f"group {group.group_id} was scored with {len(group.trajectories)} members, and is stored with "
-                    f"{len(rows.group.trajectories)}; score every member"
-                )
-            pairs = zip(group.trajectories, rows.group.trajectories, strict=True)
-            members = tuple(t if _same_arrays(t, old) else _checked(t, group.group_id, copy=True) for t, old in pairs)
-            with self._updating_bytes(rows):
-                rows.group = replace(group, trajectories=members)
-                rows.columns[REWARDS] = [t.reward for t in members]
-            self._update_ready(rows)
+        rows = self.rows(group.group_id)
+        if len(group.trajectories) != len(rows.group.trajectories):
+            raise DataError(
+                f"group {group.group_id} was scored with {len(group.trajectories)} members, and is stored with "
+                f"{len(rows.group.trajectories)}; score every member"
+            )
+        pairs = zip(group.trajectories, rows.group.trajectories, strict=True)
+        members = tuple(t if _same_arrays(t, old) else _checked(t, group.group_id, copy=True) for t, old in pairs)
+        rows.group = replace(group, trajectories=members)
+        rows.columns[REWARDS] = [t.reward for t in members]
+        self._update_ready(rows)
 
     def write(self, group_id: int, column: str, values: Column) -> None:
         """Write or replace a column. `values`: one per member. The store does not copy `values`, so do not change them later.
 
         Errors: KeyError for a group that is not stored, DataError for another number of values.
         """
-        with self._timed("write"):
-            rows = self.rows(group_id)
-            members = len(rows.group.trajectories)
-            if len(values) != members:
-                found = f"{len(values)} values of {column} for {members} members"
-                raise DataError(f"group {group_id}: {found}; give one value per member")
-            with self._updating_bytes(rows):
-                rows.columns[column] = values
-            self._update_ready(rows)
+        rows = self.rows(group_id)
+        members = len(rows.group.trajectories)
+        if len(values) != members:
+            found = f"{len(values)} values of {column} for {members} members"
+            raise DataError(f"group {group_id}: {found}; give one value per member")
+        rows.columns[column] = values
+        self._update_ready(rows)
 
     def ready(self) -> list[Ticket]:
         """Tickets of the groups that are ready and not claimed, in the order in which they became ready."""
@@ -180,21 +155,18 @@ class Store:
 
     def claim(self, group_id: int) -> Rows:
         """Take a ready group for a step. Errors: KeyError for a group that is not ready."""
-        with self._timed("claim"):
-            del self._ready[group_id]
-            rows = self._held[group_id]
-            rows.claimed = True
-            return rows
+        del self._ready[group_id]
+        rows = self._held[group_id]
+        rows.claimed = True
+        return rows
 
     def unclaim(self, group_id: int) -> None:
         """Make a group ready again after its step was aborted, without the columns of the step. Errors: KeyError."""
-        with self._timed("unclaim"):
-            rows = self.rows(group_id)
-            with self._updating_bytes(rows):
-                for column in (ADVANTAGES, TURN_ADVANTAGES, OLD):
-                    rows.columns.pop(column, None)
-            rows.claimed = False
-            self._update_ready(rows)
+        rows = self.rows(group_id)
+        for column in (ADVANTAGES, TURN_ADVANTAGES, OLD):
+            rows.columns.pop(column, None)
+        rows.claimed = False
+        self._update_ready(rows)
 
     def clear(self, group_ids: Iterable[int], *, release: bool = True) -> int:
         """Remove the rows of these groups and release their leases. Returns the number of removed rows.
@@ -202,16 +174,12 @@ class Store:
         Groups that are not stored are skipped. `release=False` releases no leases: lenders must keep groups that were not trained.
         """
         cleared = [rows for group_id in group_ids if (rows := self._held.pop(group_id, None)) is not None]
-        if not cleared:
-            return 0
-        count, size = sum(len(rows.group.trajectories) for rows in cleared), sum(rows.bytes for rows in cleared)
-        with self._timed("clear"):
-            self._rows -= count
-            self._bytes -= size
-            for rows in cleared:
-                self._ready.pop(rows.group_id, None)
-            if release:
-                _release([lease for rows in cleared for lease in rows.leases])
+        count = sum(len(rows.group.trajectories) for rows in cleared)
+        self._count(-count)
+        for rows in cleared:
+            self._ready.pop(rows.group_id, None)
+        if release:
+            _release([lease for rows in cleared for lease in rows.leases])
         return count
 
     def __contains__(self, group_id: int) -> bool:
@@ -225,36 +193,16 @@ class Store:
 
     def statistics(self) -> StoreStatistics:
         claimed = sum(len(rows.group.trajectories) for rows in self._held.values() if rows.claimed)
-        return StoreStatistics(self._rows, self._bytes, claimed)
+        return StoreStatistics(self._rows, claimed)
 
     def _update_ready(self, rows: Rows) -> None:
         if not rows.claimed and self._required <= rows.columns.keys():
             self._ready.setdefault(rows.group_id, rows.group.ticket)
 
-    @contextmanager
-    def _updating_bytes(self, rows: Rows) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            before, rows.bytes = rows.bytes, rows.count_bytes()
-            self._bytes += rows.bytes - before
-
-    @contextmanager
-    def _timed(self, op: str) -> Iterator[None]:
-        """Record the operation `op`, which the block does, in the step's metrics. Errors: LifecycleError if the store is closed."""
-        if self._closed:
-            raise LifecycleError(f"cannot {op}: the store is closed")
-        started, failed = time.perf_counter(), True
-        try:
-            yield
-            failed = False
-        finally:
-            if (recorder := self._recorder) is not None:
-                recorder.gauge("queue/store/depth", self._rows)
-                recorder.observe("store/bytes", self._bytes, reduce="max")
-                recorder.observe(f"store/{op}_ms", 1e3 * (time.perf_counter() - started))
-                if failed:
-                    recorder.count(f"store/{op}_error")
+    def _count(self, change: int) -> None:
+        self._rows += change
+        if self._recorder is not None:
+            self._recorder.gauge("queue/store/depth", self._rows)
 
 
 def copy_group(group: Group) -> Group:
@@ -266,15 +214,6 @@ def copy_arrays(trajectory: Trajectory) -> dict[str, Any]:
     """Copies of the arrays of a trajectory, by field name."""
     arrays = {name: getattr(trajectory, name) for name in (*TOKEN_DTYPES, *OPTIONAL)}
     return {name: array.copy() for name, array in arrays.items() if array is not None}
-
-
-def nbytes(trajectory: Trajectory) -> int:
-    """Bytes of the arrays of a trajectory."""
-    t = trajectory
-    optional = sum(0 if array is None else array.nbytes for array in (t.routed_experts, t.branches, t.turns))
-    return (
-        t.tokens.nbytes + t.mask.nbytes + t.logprobs.nbytes + t.sampled_logprobs.nbytes + t.versions.nbytes + optional
-    )
 
 
 def _release(leases: Sequence[Lease]) -> None:
@@ -307,9 +246,3 @@ def _checked(trajectory: Trajectory, group_id: int, *, copy: bool) -> Trajectory
             columns[name] = array.copy()
             columns[name].flags.writeable = False
     return replace(trajectory, **columns) if columns else trajectory
-
-
-def _bytes(column: Column) -> int:
-    if isinstance(column, np.ndarray):
-        return column.nbytes
-    return sum(value.nbytes if isinstance(value, np.ndarray) else 8 for value in column)

@@ -77,7 +77,6 @@ MADE_OF = {
     "data/{}": [f"data/{name}" for name in ("epoch", "delivered", "cut", "skipped")],
     "groups/{}/{}": [f"groups/{outcome}/any reason: at all" for outcome in ("dropped", "failed")],
     "idle/{}": [f"idle/{cause}" for cause in (*CAUSES, "unexplained")],
-    "store/{}_{}": ["store/put_error"],
     "tools/{}/{}": [f"tools/some/{outcome}" for outcome in ("refused", "failed")],
     "filter/{}": ["filter/kept"],  # the others are in the books alone
 }

@@ -55,7 +55,7 @@ ROUTED: dict[str, Any] = TREE | {
     "train": TREE["train"] | {"gradient_checkpointing": True},
 }
 # Of the run, not of its groups: which ranks played them, and what the process needs.
-OWN = re.compile(r"^(engine/|rollout/|travel/|perf/|data/|store/|train/(balance|microbatches)|memory/)")
+OWN = re.compile(r"^(engine/|rollout/|travel/|perf/|data/|train/(balance|microbatches)|memory/)")
 
 
 def shared(tree: dict[str, Any], **distributed: Any) -> dict[str, Any]:

@@ -59,5 +59,5 @@ async def test_a_sync_run_does_not_depend_on_how_long_tools_take(tmp_path: Path)
     assert [row["completion"] for row in rollouts] == [row["completion"] for row in others]
     for one, two in zip(first, second, strict=True):
         for key in one.keys() & two.keys():
-            if not key.startswith((*CLOCKED, "engine/", "store/")):
+            if not key.startswith((*CLOCKED, "engine/")):
                 assert one[key] == two[key], key
