@@ -15,8 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,13 +30,12 @@ logger = logging.getLogger("asyncrl.telemetry")
 
 IDS = "sinks.json"
 _MLFLOW_PARAMS_PER_REQUEST = 100  # the limit of MLflow
-_MLFLOW_QUEUED_STEPS = 100  # some kilobytes each
 # Less than the default of `watchdog.abort_grace_s`, the time that a stopped run has to end.
 _MLFLOW_CLOSE_S = 15.0
 
 
 class Sink(Protocol):
-    """Stores the metrics of each step. `close` may be called twice."""
+    """Stores the metrics of each step."""
 
     id: str  # of this run in the store; empty: the store has one run
     after: int  # `Sinks` leaves out the steps up to this one
@@ -134,17 +132,6 @@ def _last_step(run_dir: Path) -> int:
     return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=-1)
 
 
-@dataclass(frozen=True, slots=True)
-class SinkRun:
-    """The run that opens a sink."""
-
-    run_dir: Path
-    name: str
-    config: Mapping[str, Any]
-    resume_step: int | None = None  # the version of the resumed checkpoint
-    id: str | None = None  # the id in the sink's store, from before the resume
-
-
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """All rows of a small JSONL file, like `each_row`."""
     return list(each_row(path))
@@ -153,21 +140,24 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 class WandbSink:
     """Weights & Biases. Respects the variables of wandb, such as `WANDB_MODE` and `WANDB_PROJECT`. A resume removes no steps."""
 
-    def __init__(self, run: SinkRun) -> None:
+    def __init__(
+        self, run_dir: Path, name: str, config: Mapping[str, Any], resume_step: int | None, former_id: str | None
+    ) -> None:
+        """`former_id`: the id of the run at wandb from before the resume."""
         try:
             import wandb
         except ImportError as error:
             raise ConfigError(_missing_message("wandb")) from error
-        self.id = os.environ.get("WANDB_RUN_ID") or run.id or secrets.token_hex(4)
-        self.after = _last_step(run.run_dir) if self.id == run.id else -1
+        self.id = os.environ.get("WANDB_RUN_ID") or former_id or secrets.token_hex(4)
+        self.after = _last_step(run_dir) if self.id == former_id else -1
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "asyncrl"),
-                name=run.name,
+                name=name,
                 id=self.id,
                 resume="allow",
-                dir=str(run.run_dir),
-                config=dict(run.config),
+                dir=str(run_dir),
+                config=dict(config),
                 allow_val_change=True,  # a resume may change some settings
             )
         except wandb.errors.UsageError as error:  # no API key, and no terminal to ask for one
@@ -188,21 +178,22 @@ class TensorBoardSink:
     """TensorBoard event files under `<run_dir>/tensorboard`. Needs neither torch nor TensorFlow. A resume removes the points after
     its checkpoint."""
 
-    def __init__(self, run: SinkRun) -> None:
+    def __init__(
+        self, run_dir: Path, name: str, config: Mapping[str, Any], resume_step: int | None, _id: object
+    ) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise ConfigError(_missing_message("tensorboard")) from error
-        self.id, self.after = "", -1 if run.resume_step is None else run.resume_step
+        self.id, self.after = "", -1 if resume_step is None else resume_step
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"))
-        if run.resume_step is not None:
+        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+        if resume_step is not None:
             # Makes TensorBoard hide the points of this step and of later steps that were written before the resume.
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=run.resume_step + 1, session_log=start))
-        self._closed = False
+            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=tag, simple_value=float(value)) for tag, value in metrics.items()]
@@ -210,9 +201,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._writer.close()
+        self._writer.close()
 
 
 class MlflowSink:
@@ -220,32 +209,32 @@ class MlflowSink:
 
     Respects the variables of MLflow, such as `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME`. Without a URI the runs are in
     `mlflow.db` (SQLite) beside the run directories. MLflow's names have no `@`, so `eval/x/pass@4` becomes `eval/x/pass_at_4`.
-    Training never waits for the store. After an error the store gets no further steps. If the store is slow, at most 100 steps are
-    queued, and further steps are left out. The log warns of both; `metrics.jsonl` has every step. A resume changes neither the
-    parameters nor the points that are already in the store.
+    Training never waits for the store: steps that a slow store has not taken yet are in memory. After an error the store gets no
+    further steps, and the log has a warning. A resume changes neither the parameters nor the points that are already in the store.
     """
 
-    def __init__(self, run: SinkRun) -> None:
+    def __init__(
+        self, run_dir: Path, name: str, config: Mapping[str, Any], resume_step: int | None, former_id: str | None
+    ) -> None:
+        """`former_id`: the id of the run in MLflow from before the resume."""
         try:
             import mlflow
             from mlflow.entities import Param
         except ImportError as error:
             raise ConfigError(_missing_message("mlflow")) from error
-        default_uri = (
-            None if mlflow.is_tracking_uri_set() else f"sqlite:///{run.run_dir.parent.resolve() / 'mlflow.db'}"
-        )
+        default_uri = None if mlflow.is_tracking_uri_set() else f"sqlite:///{run_dir.parent.resolve() / 'mlflow.db'}"
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "asyncrl")
-        params = [Param(key, str(value)) for key, value in _leaves(run.config)]
+        params = [Param(key, str(value)) for key, value in _leaves(config)]
         self.after = -1
         try:
             self._client = mlflow.MlflowClient(tracking_uri=default_uri)
-            if run.id is not None:
-                self.id, self.after = run.id, _last_step(run.run_dir)
+            if former_id is not None:
+                self.id, self.after = former_id, _last_step(run_dir)
                 self._client.update_run(self.id, status="RUNNING")
             else:
                 existing = self._client.get_experiment_by_name(experiment)
                 experiment_id = existing.experiment_id if existing else self._client.create_experiment(experiment)
-                self.id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
+                self.id = self._client.create_run(experiment_id, run_name=name).info.run_id
                 for start in range(0, len(params), _MLFLOW_PARAMS_PER_REQUEST):
                     self._client.log_batch(self.id, params=params[start : start + _MLFLOW_PARAMS_PER_REQUEST])
         # Each kind of store raises errors of its own library.
@@ -253,29 +242,17 @@ class MlflowSink:
             raise ConfigError(
                 f"telemetry.sinks has 'mlflow', and its store {default_uri or mlflow.get_tracking_uri()} refused to start: "
                 f"{type(error).__name__}: {error}; set MLFLOW_TRACKING_URI to the address of the store"
-                + (f", or remove {run.run_dir / IDS} to create a new run in the store" if run.id else "")
+                + (f", or remove {run_dir / IDS} to create a new run in the store" if former_id else "")
             ) from error
-        self._queue: queue.Queue[tuple[int, Mapping[str, float], int] | None] = queue.Queue(_MLFLOW_QUEUED_STEPS)
-        self._left_out, self._closed = 0, False
+        self._queue: queue.Queue[tuple[int, Mapping[str, float], int] | None] = queue.Queue()
         # A daemon, so that the process can end although the store hangs.
         self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Put the metrics into the queue, or leave the step out."""
-        if not self._thread.is_alive():
-            return
-        try:
-            self._queue.put_nowait((step, dict(metrics), int(time.time() * 1000)))
-        except queue.Full:
-            self._left_out += 1
-            if self._left_out == 1:
-                logger.warning(
-                    "mlflow's store is slower than the steps: %d steps are queued, so step %d is left out there, as is each step "
-                    "that finds the queue full; metrics.jsonl has all steps",
-                    _MLFLOW_QUEUED_STEPS,
-                    step,
-                )
+        """Put the metrics into the queue, unless the store has failed."""
+        if self._thread.is_alive():
+            self._queue.put((step, dict(metrics), int(time.time() * 1000)))
 
     def _send(self) -> None:
         from mlflow.entities import Metric
@@ -295,18 +272,11 @@ class MlflowSink:
 
     def close(self) -> None:
         """Wait at most 15 s until the thread has sent the queued steps and the end of the run."""
-        if self._closed:
-            return
-        self._closed, thread = True, self._thread
-        deadline = time.monotonic() + _MLFLOW_CLOSE_S
-        # The queue stays full if the store hangs, or if an error has ended the thread.
-        with suppress(queue.Full):
-            self._queue.put(None, timeout=_MLFLOW_CLOSE_S if thread.is_alive() else 0.0)
-        thread.join(max(0.0, deadline - time.monotonic()))
-        # The queue lacks the step that is being sent. It has the end marker instead, unless it was full: then one step is missed.
-        left_out = self._left_out + (self._queue.qsize() if thread.is_alive() else 0)
-        if left_out:
-            logger.warning("mlflow lacks %d steps, for which its store was too slow", left_out)
+        self._queue.put(None)
+        self._thread.join(_MLFLOW_CLOSE_S)
+        # The queue has the end marker, and lacks the step that is being sent.
+        if self._thread.is_alive() and (lacking := self._queue.qsize()):
+            logger.warning("mlflow lacks %d steps, for which its store was too slow", lacking)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -356,16 +326,9 @@ class Sinks:
 def open_sinks(
     names: Sequence[str], run_dir: Path, *, name: str, config: Mapping[str, Any], resume_step: int | None = None
 ) -> Sinks:
-    """Open metrics.jsonl and the sinks in `names` (`wandb`, `tensorboard`, `mlflow`). Errors: ConfigError for an unknown sink,
-    a missing package or a store that refuses. Blocks for seconds (wandb starts a process), so call it outside the event loop."""
-    classes: dict[str, Callable[[SinkRun], Sink]] = {
-        "wandb": WandbSink,
-        "tensorboard": TensorBoardSink,
-        "mlflow": MlflowSink,
-    }
-    unknown = [kind for kind in names if kind not in classes]
-    if unknown:
-        raise ConfigError(f"telemetry.sinks has {unknown[0]!r}; expected some of {', '.join(classes)}")
+    """Open metrics.jsonl and the sinks in `names` (`wandb`, `tensorboard`, `mlflow`). Errors: ConfigError for a missing package or
+    a store that refuses. Blocks for seconds (wandb starts a process), so call it outside the event loop."""
+    classes: dict[str, Callable[..., Sink]] = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "mlflow": MlflowSink}
     run_dir.mkdir(parents=True, exist_ok=True)
     ids: dict[str, str] = {}
     if resume_step is not None and (run_dir / IDS).exists():
@@ -373,7 +336,7 @@ def open_sinks(
     with ExitStack() as opened:  # if a sink cannot be opened, closes the sinks before it
         sinks: list[Sink] = []
         for kind in names:
-            sink = classes[kind](SinkRun(run_dir, name, config, resume_step, ids.get(kind)))
+            sink = classes[kind](run_dir, name, config, resume_step, ids.get(kind))
             opened.callback(sink.close)
             sinks.append(sink)
             ids[kind] = sink.id
