@@ -1,9 +1,9 @@
 """Measures how late the event loop is, and finds the code that blocked the loop.
 
-`monitor` sleeps for `interval` seconds again and again, and measures how late it wakes. Two metrics have the lateness:
-`loop/lag_ms_p99` of a step (with fewer than 100 samples, the largest sample), and `loop/lag_ms_p99_run` of the whole run.
+`monitor` sleeps for `interval` seconds again and again, and measures how late it wakes. `loop/lag_ms_p99` has the lateness in a
+step (with fewer than 100 samples, the largest sample).
 
-While `monitor` does not wake, a thread samples the stack of the event loop's thread. So the report can say "event loop blocked
+While `monitor` does not wake, a thread samples the stack of the event loop's thread. So a warning can say "event loop blocked
 5.01 s in rewards.py:12 my_reward". A block is reported only if the blocking code used the processor or slept in a call. A thread
 that waits for a processor or for the GIL is not reported, because on a busy machine that can happen in any code.
 """
@@ -31,8 +31,6 @@ _SAMPLE_EVERY_S = 0.05
 _STILL_BLOCKED_S = 5.0
 # A block in the same place is reported again after this time.
 _REPORT_AGAIN_S = 60.0
-# `LatenessHistogram`: the upper limit of bin i is 0.1 ms * 1.05**i. The last bin has no upper limit.
-_FIRST_BIN_MS, _BIN_RATIO, _BINS = 0.1, 1.05, 275
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"  # the slash excludes a folder asyncrl_tasks
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")})
@@ -159,30 +157,6 @@ def _did_not_wait(delays: list[tuple[float, float]]) -> bool:
     return sampled_s > 0 and gil_was_free and delays[-1][1] - delays[0][1] < sampled_s / 4
 
 
-class LatenessHistogram:
-    """The 99th percentile of any number of samples in constant memory: at most 5 % too large, but too small above 64 s."""
-
-    def __init__(self) -> None:
-        self._samples = 0
-        self._bins = [0] * _BINS
-
-    def add(self, late_ms: float) -> None:
-        """Add one sample. Values below 0.1 ms count as 0.1 ms; the timer's resolution can make them negative."""
-        index = math.ceil(math.log(max(late_ms, _FIRST_BIN_MS) / _FIRST_BIN_MS, _BIN_RATIO))
-        self._samples += 1
-        self._bins[min(index, _BINS - 1)] += 1
-
-    @property
-    def p99(self) -> float:
-        """The 99th percentile in milliseconds; 0.0 without samples."""
-        above = 0
-        for index in range(_BINS - 1, -1, -1):
-            above += self._bins[index]
-            if 100 * above > self._samples:
-                return _FIRST_BIN_MS * _BIN_RATIO**index
-        return 0.0
-
-
 def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -196,8 +170,8 @@ async def monitor(
     """Measure the lateness of the event loop until cancelled. `report` gets a text about each block of more than `blocked_s`
     seconds, at most once a minute for each place in the code.
 
-    Records `loop/lag_ms_p99`, `loop/lag_ms_p99_run`, `loop/blocked`, and late intervals as idle time with the cause `loop`."""
-    clock, lateness = recorder.clock, LatenessHistogram()
+    Records `loop/lag_ms_p99`, `loop/blocked`, and late intervals as idle time with the cause `loop`."""
+    clock = recorder.clock
     reported: dict[str, float] = {}  # place in the code -> time of the last report
     with BlockSampler(time.perf_counter, interval + blocked_s, report) as sampler:
         while True:
@@ -207,8 +181,6 @@ async def monitor(
             late = now - expected
             frame, did_not_wait = sampler.tick()
             recorder.observe("loop/lag_ms_p99", 1e3 * max(0.0, late), reduce="p99")
-            lateness.add(1e3 * late)
-            recorder.gauge("loop/lag_ms_p99_run", lateness.p99)
             if late > _TIMER_RESOLUTION_S:
                 recorder.idle("loop", expected, now)
             if late > blocked_s:

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from typing import Any, Literal, Self, TypeAlias
 
-Reduce: TypeAlias = Literal["mean", "min", "max", "p99"]
+Reduce: TypeAlias = Literal["mean", "max", "p99"]
 
 # The 99th percentile is of the newest samples, so that the memory of a run that never drains is bounded.
 _MAX_NEWEST = 65_536
@@ -21,8 +21,7 @@ class Samples:
     def __init__(self, reduce: Reduce) -> None:
         self._reduce = reduce
         self._count = 0
-        # The sum, or with "min" and "max" the extreme.
-        self._total = {"min": math.inf, "max": -math.inf}.get(reduce, 0.0)
+        self._total = -math.inf if reduce == "max" else 0.0  # the sum, or with "max" the maximum
         self._newest: deque[float] | None = deque(maxlen=_MAX_NEWEST) if reduce == "p99" else None
 
     def add(self, value: float) -> None:
@@ -32,14 +31,14 @@ class Samples:
 
     def _combine(self, count: int, total: float) -> None:
         self._count += count
-        # Whether `min` and `max` return a NaN depends on its position. A sum with a NaN is always NaN.
-        if self._reduce not in ("min", "max") or math.isnan(total) or math.isnan(self._total):
+        # Whether `max` returns a NaN depends on the order of its arguments. A sum with a NaN is always NaN.
+        if self._reduce != "max" or math.isnan(total) or math.isnan(self._total):
             self._total += total
         else:
-            self._total = (max if self._reduce == "max" else min)(self._total, total)
+            self._total = max(self._total, total)
 
     def value(self) -> float:
-        """The mean, minimum, maximum or 99th percentile. There must be a sample."""
+        """The mean, maximum or 99th percentile. There must be a sample."""
         if self._newest is not None:
             ordered = sorted(self._newest)
             rank = min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)

@@ -70,7 +70,7 @@ NAMES = [
     "staleness/dropped", "perf/tokens_per_s", "perf/peak_memory_gib", "time/step",
     "time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync", "queue/slots/depth",
     "queue/stash/depth", "queue/groups/depth", "queue/scoring/depth", "queue/publications/depth", "loop/lag_ms_p99",
-    "loop/lag_ms_p99_run", "optim/grad_norm", "optim/lr", "idle/unexplained", "loss", "train/tokens",
+    "optim/grad_norm", "optim/lr", "idle/unexplained", "loss", "train/tokens",
     "train/sequences", "train/groups", "data/epoch", "data/delivered", "data/cut", "data/skipped",
 ]  # fmt: skip
 

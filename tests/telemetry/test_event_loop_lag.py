@@ -19,7 +19,7 @@ import uvloop
 
 import asyncrl
 from asyncrl.telemetry import machine
-from asyncrl.telemetry.lag import BlockSampler, LatenessHistogram, monitor, top_user_frame
+from asyncrl.telemetry.lag import BlockSampler, monitor, top_user_frame
 from asyncrl.telemetry.recorder import Recorder
 
 
@@ -65,7 +65,6 @@ def test_a_blocking_callback_is_named_with_its_duration(
     metrics = recorder.drain()
     assert metrics["loop/blocked"] >= 1
     assert metrics["loop/lag_ms_p99"] >= 400
-    assert metrics["loop/lag_ms_p99_run"] >= 400  # one look in a few
     assert any(i.label == "loop" and i.end - i.start >= 0.4 for i in recorder.take_window().idle)
     assert any(event.phase == "i" and event.name == reports[0] for event in recorder.events())
 
@@ -141,25 +140,6 @@ async def test_a_quiet_loop_is_not_reported() -> None:
     assert reports == []
     assert "loop/blocked" not in metrics
     assert metrics["loop/lag_ms_p99"] >= 0
-
-
-@pytest.mark.parametrize("looks", [1, 99, 101, 5_000])
-def test_lateness_of_a_run_is_the_looks_own_p99(looks: int) -> None:
-    late = np.random.default_rng(looks).lognormal(1.0, 1.5, looks)
-    lateness = LatenessHistogram()
-    for each in late:
-        lateness.add(float(each))
-    exact = float(np.sort(late)[::-1][looks // 100])  # the largest that more than one in a hundred reaches
-    assert exact <= lateness.p99 * (1 + 1e-9) and lateness.p99 <= 1.05 * max(exact, 0.1)
-
-
-def test_lateness_has_an_answer_for_anything() -> None:
-    lateness = LatenessHistogram()
-    assert lateness.p99 == 0.0
-    lateness.add(-1.0)  # the timer's grain
-    assert lateness.p99 == pytest.approx(0.1)
-    lateness.add(1e9)
-    assert lateness.p99 > 60_000
 
 
 def test_sampler_forgets_the_stack_of_an_earlier_block() -> None:
