@@ -6,8 +6,6 @@ import math
 from array import array
 from typing import Any
 
-import numpy as np
-
 MOST_POINTS = 4_000  # of a curve: more than a screen has columns
 # With this many curves only shares of the time get another curve: environments and producers may invent any number of names.
 MOST_NAMES = 1_000
@@ -26,35 +24,32 @@ def _accounted(name: str) -> str:
 
 
 class Curves:
-    """Sums over `lines_per_point` lines for each point; the last may have fewer lines. Beyond `most_points`, points merge in pairs.
+    """Sums over `lines_per_point` lines for each point; the last may have fewer lines.
 
     Shares of the time are weighted by the seconds of their lines. A share that is missing in a line is 0 there.
     """
 
-    def __init__(self, most_points: int = MOST_POINTS) -> None:
-        self._most_points = most_points
-        self.lines_per_point = 1
+    def __init__(self, lines: int, most_points: int = MOST_POINTS) -> None:
+        """`lines`: how often `add` is called, at most."""
+        self.lines_per_point = max(1, -(-lines // most_points))
+        self._points = -(-lines // self.lines_per_point)
         self._lines = 0
         # The first metric without a curve, if there are more than `MOST_NAMES` metrics.
         self.first_omitted: str | None = None
         self.steps: list[int] = []  # the last step of each point
         self.weights: list[float] = []  # seconds of each point
-        self._sums: dict[str, array[float]] = {}
+        self._sums: dict[str, array[float]] = {}  # [points]
         self._counts: dict[str, array[float]] = {}  # number of lines; for shares of the time, seconds
 
     def add(self, row: dict[str, Any], seconds: float) -> None:
         """Add a line of metrics of a step that took `seconds`."""
-        if self._lines % self.lines_per_point == 0 and len(self.steps) == self._most_points:
-            self._halve()
-        if self._lines % self.lines_per_point == 0:
+        point = self._lines // self.lines_per_point
+        self._lines += 1
+        if point == len(self.steps):
             self.steps.append(0)
             self.weights.append(0.0)
-            for name in self._sums:
-                self._sums[name].append(0.0)
-                self._counts[name].append(0.0)
-        self._lines += 1
-        self.steps[-1] = row["step"]
-        self.weights[-1] += seconds
+        self.steps[point] = row["step"]
+        self.weights[point] += seconds
         for name, value in row.items():
             number = finite(value)
             if number is None or name in ("step", "time"):
@@ -63,14 +58,13 @@ class Curves:
                 if len(self._sums) >= MOST_NAMES and not is_share(name):
                     self.first_omitted = self.first_omitted or name
                     continue
-                self._sums[name] = array("d", bytes(8 * len(self.steps)))
-                self._counts[name] = array("d", bytes(8 * len(self.steps)))
+                self._sums[name], self._counts[name] = (array("d", bytes(8 * self._points)) for _ in range(2))
             weight = seconds if is_share(name) else 1.0
-            self._sums[name][-1] += number * weight
-            self._counts[name][-1] += weight
+            self._sums[name][point] += number * weight
+            self._counts[name][point] += weight
 
     def series(self) -> dict[str, list[float | None]]:
-        """Name -> mean of each point, None where no line of the point has the metric."""
+        """Name -> mean of each point; None if no line of the point has the metric."""
         return {
             name: [
                 total / count if count else None
@@ -86,19 +80,6 @@ class Curves:
     def names(self) -> list[str]:
         """Names of all metrics with a finite value, sorted."""
         return sorted(self._sums)
-
-    def _halve(self) -> None:
-        self.lines_per_point *= 2
-        self.steps = self.steps[1::2]
-        self.weights = [a + b for a, b in zip(self.weights[::2], self.weights[1::2], strict=True)]
-        self._sums = {name: array("d", _pairs(values).tobytes()) for name, values in self._sums.items()}
-        self._counts = {name: array("d", _pairs(values).tobytes()) for name, values in self._counts.items()}
-
-
-def _pairs(values: array[Any]) -> np.ndarray[Any, Any]:
-    """The sum of each two neighbours."""
-    added = np.array(values)
-    return added[::2] + added[1::2]  # type: ignore[no-any-return]  # numpy types the sum of two arrays as Any
 
 
 def finite(value: Any) -> float | None:

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,12 @@ def render(data: dict[str, Any]) -> str:
 
 def collect(run_dir: Path, *, name: str | None = None, result: str | None = None) -> dict[str, Any]:
     """The data of the page. All values are finite, or None if a metric is missing or was NaN."""
-    curves, warnings, trained = Curves(), Warnings(), 0
+    metrics = run_dir / "metrics.jsonl"
+    # The file is read twice, because a long run has more lines than memory. Lines that are written meanwhile are left out.
+    lines = sum(isinstance(row.get("step"), int) for row in each_row(metrics))
+    curves, warnings, trained = Curves(lines), Warnings(), 0
     started, ended = math.inf, 0.0
-    for row in each_row(run_dir / "metrics.jsonl"):
-        if not isinstance(row.get("step"), int):
-            continue
+    for row in islice((row for row in each_row(metrics) if isinstance(row.get("step"), int)), lines):
         ended = float(row.get("time") or 0.0)
         # The line of an evaluation before the first step has no duration: the next line's duration includes the evaluation.
         seconds = finite(row.get("time/accounted", row.get("time/step"))) or 0.0

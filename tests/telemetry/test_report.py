@@ -332,7 +332,7 @@ def test_a_point_is_the_mean_of_as_many_lines(count: int) -> None:
         waited = 0.9 * (row["step"] % 5 == 0)
         row |= {"idle/unexplained": 0.0, "busy/train": 1 - waited} | ({"idle/evaluate": waited} if waited else {})
     seconds = [draw.random() for _ in rows]
-    curves = Curves(most_points=8)
+    curves = Curves(count, most_points=8)
     for row, took in zip(rows, seconds, strict=True):
         curves.add(row, took)
     each = curves.lines_per_point
