@@ -2,17 +2,7 @@
 
 `unexplained` is the time in which a lane was idle and no task had recorded a wait. The shares of each lane sum to 1.
 
-At an idle moment several waits may be active. Then the cause that is earliest in `DEPTH` counts. For example, the train pump waits
-for a group while the score pump waits for a reward: the cause is `reward`. The order:
-
-1. `handoff`, `loop`: work was ready, but a thread switch or the event loop was late.
-2. `start`: the run starts or ends, and nothing can run.
-3. `reward`: the reward functions run, and the other waiting tasks need their result.
-4. `checkpoint`, `publish`, `evaluate`: pumps that make others wait on purpose.
-5. `environment`: an environment, a tool, a producer, or the program that embeds the Runtime must act next, and the engine
-   has no request.
-6. `group`: training waits for a group, and none of the causes above is active.
-7. `slots`, then `requests`: generation waits for a slot; an engine waits for requests.
+At an idle moment several waits may be active. Then the earliest cause of `records.Cause` counts.
 """
 
 from __future__ import annotations
@@ -25,21 +15,7 @@ import numpy as np
 
 from .records import CAUSES, Interval, Window
 
-DEPTH: tuple[str, ...] = (
-    "handoff",
-    "loop",
-    "start",
-    "reward",
-    "checkpoint",
-    "publish",
-    "evaluate",
-    "environment",
-    "group",
-    "slots",
-    "requests",
-)
-assert set(DEPTH) == CAUSES
-_DEPTH_OF = {cause: depth for depth, cause in enumerate(DEPTH)}
+_DEPTH_OF = {cause: depth for depth, cause in enumerate(CAUSES)}
 UNEXPLAINED = "unexplained"
 
 # Closures whose kind is not the first part of their name.
@@ -83,8 +59,8 @@ def lane_budget(window: Window, lane: str) -> LaneBudget:
         return LaneBudget(lane, 0.0)
     idle = [interval for interval in window.idle if interval.lane is None or interval.lane == lane]
     busy = [interval for interval in window.busy if interval.lane == lane]
-    # In `_seconds_by_code` a later interval overwrites an earlier one. So busy time overwrites idle time, the earliest cause of
-    # `DEPTH` overwrites other causes, and the inner of two nested closures overwrites the outer.
+    # In `_seconds_by_code` a later interval overwrites an earlier one. So busy time overwrites idle time, the earliest cause
+    # overwrites other causes, and the inner of two nested closures overwrites the outer.
     idle.sort(key=lambda interval: _DEPTH_OF[interval.label], reverse=True)
     busy.sort(key=lambda interval: interval.start)
     # A label is (is busy, kind or cause). Label -> code. Code 0 is `unexplained`.
@@ -160,10 +136,6 @@ class RunBudget:
             self._lanes[lane] = sum_budgets([self._lanes[lane], added], lane) if lane in self._lanes else added
         return budget_metrics(budgets)
 
-    def lanes(self) -> list[LaneBudget]:
-        """The budget of each lane, over all steps so far."""
-        return list(self._lanes.values())
-
     def metrics(self) -> dict[str, float]:
         """The metrics over all steps so far."""
-        return budget_metrics(self.lanes())
+        return budget_metrics(list(self._lanes.values()))

@@ -6,21 +6,23 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+# Why a lane is idle. If several waits are active at one moment, the earliest cause of this list counts. For example, the train pump
+# waits for a group while the score pump waits for a reward: the cause is `reward`.
 Cause: TypeAlias = Literal[
-    "slots",  # the rollout pump waits for a slot
-    "group",  # a pump waits for a group, or for room in a queue
-    "requests",  # an engine has no requests
-    "reward",  # a task waits for a reward worker
-    # An environment, a tool, a producer or the embedding program must act, and the engine has no request.
-    "environment",
-    "publish",  # a task waits until an engine has the new weights
-    "evaluate",  # training waits for an evaluation
-    "checkpoint",  # training waits for a checkpoint
-    "start",  # the run is starting or ending
     "handoff",  # an idle lane has not started a submitted closure yet
     "loop",  # the event loop is late, or runs other code
+    "start",  # the run is starting or ending
+    "reward",  # a task waits for a reward worker
+    "checkpoint",  # training waits for a checkpoint
+    "publish",  # a task waits until an engine has the new weights
+    "evaluate",  # training waits for an evaluation
+    # An environment, a tool, a producer or the embedding program must act, and the engine has no request.
+    "environment",
+    "group",  # a pump waits for a group, or for room in a queue
+    "slots",  # the rollout pump waits for a slot
+    "requests",  # an engine has no requests
 ]
-CAUSES: frozenset[str] = frozenset(get_args(Cause))
+CAUSES: tuple[str, ...] = get_args(Cause)
 
 
 class TraceEvent(NamedTuple):
