@@ -10,7 +10,7 @@ Guarantees
   with incomplete groups of an old epoch.
 * A second, equal trajectory of a member is a DUPLICATE and changes nothing. A trajectory that contradicts its group is
   refused by `StashRefused` and changes nothing.
-* A trajectory of an ended group is LATE and changes nothing. The stash remembers the newest `tombstones` ended groups.
+* A trajectory of an ended group is LATE and changes nothing. The stash remembers the newest `TOMBSTONES` ended groups.
 
 Not thread-safe. Only `wait_expired` awaits.
 """
@@ -25,7 +25,6 @@ from enum import StrEnum
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import anyio
-import numpy.typing as npt
 
 from asyncrl.errors import DataError, StallError
 from asyncrl.types import Trajectory
@@ -55,13 +54,11 @@ class Ending(StrEnum):
 
 
 class Status(StrEnum):
-    """The result of `Stash.add` for a trajectory."""
+    """The result of `Stash.add` for a trajectory that ends no group."""
 
     WAITING = "waiting"
-    WHOLE = "whole"  # the group is whole now
     DUPLICATE = "duplicate"
     LATE = "late"  # the group ended before
-    STALE = "stale"  # the trajectory is too old and ended the group
 
 
 class StashRefused(DataError):
@@ -88,22 +85,11 @@ class StashedGroup(Generic[C]):
         return self.ending in (Ending.WHOLE, Ending.PARTIAL)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival(Generic[C]):
-    """The answer of `Stash.add`."""
-
-    status: Status
-    whole: StashedGroup[C] | None = None  # with Status.WHOLE
-    ended: tuple[StashedGroup[C], ...] = ()  # the group, with Status.STALE
-
-
-_WAITING: Arrival[Any] = Arrival(Status.WAITING)
-
-
 @dataclass(slots=True)
 class _Entry(Generic[C]):
     context: C
     size: int
+    arrived: float  # the first trajectory, on the clock of the stash
     members: dict[int, tuple[Trajectory, Any]] = field(default_factory=dict)
 
 
@@ -116,7 +102,6 @@ class Stash(Generic[C]):
         *,
         timeout_s: float | None = None,
         on_timeout: Literal["drop", "partial", "error"] = "drop",
-        tombstones: int = TOMBSTONES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """max_groups: most waiting groups. A trajectory of a further group is refused.
@@ -124,70 +109,56 @@ class Stash(Generic[C]):
         timeout_s: seconds on `clock` from the first trajectory of a group to its timeout. on_timeout: `drop` ends the group as
         TIMEOUT. `partial` ends a group with `MIN_PARTIAL` members as PARTIAL, others as TIMEOUT. `error` raises StallError.
         """
-        if max_groups < 1 or tombstones < 1:
-            raise ValueError(f"stash: max_groups {max_groups} and tombstones {tombstones} must be at least 1")
-        self._max_groups = max_groups
+        self._max_groups, self._clock = max_groups, clock
         self._timeout, self._on_timeout = timeout_s, on_timeout
-        self._tombstones, self._clock = tombstones, clock
         self._waiting: dict[GroupKey, _Entry[C]] = {}  # in order of first arrival
-        self._first_arrivals: OrderedDict[GroupKey, float] = OrderedDict()  # times on `clock`, ascending
         self._ended: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._oldest_allowed = 0
         self._arrived = anyio.Event()
 
     def add(
         self, trajectory: Trajectory, context: C, *, lease: Any = None, epoch: int = 0, group: int | None = None
-    ) -> Arrival[C]:
-        """Add one trajectory. `group`: the group id of the producer, if `trajectory.group_id` is another id.
+    ) -> Status | StashedGroup[C]:
+        """Add one trajectory. Returns its group if the trajectory makes the group whole, or ends the group as STALE.
 
-        `lease` is returned in the `StashedGroup`. With DUPLICATE or LATE, or after an error, the caller must release the lease.
+        `group`: the group id of the producer, if `trajectory.group_id` is another id. `lease` is returned in the `StashedGroup`.
+        With DUPLICATE or LATE, or after an error, the caller must release the lease.
         Errors: StashRefused if the trajectory contradicts its group, or belongs to a group beyond `max_groups`.
         """
         key = GroupKey(epoch, trajectory.group_id if group is None else group)
         if key in self._ended:
-            return Arrival(Status.LATE)
+            return Status.LATE
         entry = self._waiting.get(key)
-        member = trajectory.member
-        if not 0 <= member < trajectory.group_size or (entry is not None and trajectory.group_size != entry.size):
-            raise _wrong_member(key, entry, trajectory)
+        member, size = trajectory.member, trajectory.group_size
+        name = f"member {member} of {_name(key)}"
+        if entry is not None and size != entry.size:
+            raise StashRefused(f"{name} has group size {size}; the group began with size {entry.size}")
+        if not 0 <= member < size:
+            raise StashRefused(f"{name} has group size {size}, so its members are 0 to {size - 1}")
         if entry is not None and member in entry.members:
-            return self._add_again(key, entry, trajectory)
+            if same_trajectory(entry.members[member][0], trajectory):
+                return Status.DUPLICATE
+            raise StashRefused(f"{name} arrived twice with different contents; the first is kept")
         if entry is None:
             if len(self._waiting) >= self._max_groups:
                 raise StashRefused(f"{_name(key)} exceeds the limit of {self._max_groups} waiting groups; retry later")
-            entry = self._waiting[key] = _Entry(context, trajectory.group_size)
-        entry.members[member] = (trajectory, lease)
-        self._start_timeout(key)
-        if self._too_old(trajectory):
-            return Arrival(Status.STALE, ended=(self._end(key, Ending.STALE),))
-        if len(entry.members) < entry.size:
-            return _WAITING
-        return Arrival(Status.WHOLE, self._end(key, Ending.WHOLE))
-
-    def _too_old(self, trajectory: Trajectory) -> bool:
-        # `oldest_version` is negative without a sampled token.
-        return self._oldest_allowed > 0 and 0 <= trajectory.oldest_version < self._oldest_allowed
-
-    def _add_again(self, key: GroupKey, entry: _Entry[C], trajectory: Trajectory) -> Arrival[C]:
-        if same_trajectory(entry.members[trajectory.member][0], trajectory):
-            return Arrival(Status.DUPLICATE)
-        name = f"member {trajectory.member} of {_name(key)}"
-        raise StashRefused(f"{name} arrived twice with different contents; the first is kept")
-
-    def _start_timeout(self, key: GroupKey) -> None:
-        if key in self._first_arrivals:
-            return
-        self._first_arrivals[key] = self._clock()
-        if self._timeout is not None:
+            entry = self._waiting[key] = _Entry(context, size, self._clock())
             self._arrived.set()
             self._arrived = anyio.Event()
+        entry.members[member] = (trajectory, lease)
+        if self._too_old(trajectory):
+            return self._end(key, Ending.STALE)
+        return self._end(key, Ending.WHOLE) if len(entry.members) == entry.size else Status.WAITING
+
+    def _too_old(self, trajectory: Trajectory) -> bool:
+        # Without a sampled token `oldest_version` is negative.
+        return self._oldest_allowed > 0 and 0 <= trajectory.oldest_version < self._oldest_allowed
 
     def expire(self) -> list[StashedGroup[C]]:
         """End the groups whose timeout has passed, oldest first. Errors: StallError with `on_timeout="error"`."""
         expired = []
         while (deadline := self.next_deadline()) is not None and deadline <= self._clock():
-            key = next(iter(self._first_arrivals))
-            entry = self._waiting[key]
+            key, entry = next(iter(self._waiting.items()))
             if self._on_timeout == "error":
                 missing = [m for m in range(entry.size) if m not in entry.members]
                 raise StallError(
@@ -200,9 +171,9 @@ class Stash(Generic[C]):
 
     def next_deadline(self) -> float | None:
         """The time on `clock` of the next timeout. None without a timeout or without waiting groups."""
-        if self._timeout is None or not self._first_arrivals:
+        if self._timeout is None or not self._waiting:
             return None
-        return next(iter(self._first_arrivals.values())) + self._timeout
+        return next(iter(self._waiting.values())).arrived + self._timeout
 
     async def wait_expired(self) -> list[StashedGroup[C]]:
         """Wait until `expire()` ends a group. `clock` must run at the speed of real time. Errors: StallError."""
@@ -244,7 +215,6 @@ class Stash(Generic[C]):
 
     def _end(self, key: GroupKey, ending: Ending) -> StashedGroup[C]:
         entry = self._waiting.pop(key)
-        del self._first_arrivals[key]
         self._remember_ended(key)
         trajectories, leases = zip(*[entry.members[member] for member in sorted(entry.members)], strict=True)
         return StashedGroup(key, ending, entry.context, entry.size, trajectories, leases)
@@ -252,33 +222,22 @@ class Stash(Generic[C]):
     def _remember_ended(self, key: GroupKey) -> None:
         # A plain tuple equals the GroupKey, and the garbage collector does not track a tuple of integers.
         self._ended[key.epoch, key.group_id] = None
-        if len(self._ended) > self._tombstones:
+        if len(self._ended) > TOMBSTONES:
             self._ended.popitem(last=False)
-
-
-def _wrong_member(key: GroupKey, entry: _Entry[Any] | None, trajectory: Trajectory) -> StashRefused:
-    size, name = trajectory.group_size, f"member {trajectory.member} of {_name(key)}"
-    if entry is not None and size != entry.size:
-        return StashRefused(f"{name} has group size {size}; the group began with size {entry.size}")
-    return StashRefused(f"{name} has group size {size}, so its members are 0 to {size - 1}")
 
 
 def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
     """Whether arrays, rewards and numbers of two trajectories are equal, bit for bit (NaN equals NaN). Texts are not compared."""
-    scalars = [
-        (t.prompt_length, str(t.finish_reason), *map(_hex, (t.temperature, t.reward, *(t.turn_rewards or ()))))
-        for t in (a, b)
+    return _contents(a) == _contents(b)
+
+
+def _contents(t: Trajectory) -> list[Any]:
+    columns = (t.tokens, t.mask, t.logprobs, t.sampled_logprobs, t.versions, t.routed_experts, t.branches, t.turns)
+    arrays = [None if column is None else (column.dtype, column.shape, column.tobytes()) for column in columns]
+    numbers = [
+        None if value is None else float(value).hex() for value in (t.temperature, t.reward, *(t.turn_rewards or ()))
     ]
-    columns = ("tokens", "mask", "logprobs", "sampled_logprobs", "versions", "routed_experts", "branches", "turns")
-    return scalars[0] == scalars[1] and all(_bits(getattr(a, name)) == _bits(getattr(b, name)) for name in columns)
-
-
-def _bits(column: npt.NDArray[Any] | None) -> tuple[object, ...] | None:
-    return None if column is None else (column.dtype, column.shape, column.tobytes())
-
-
-def _hex(value: float | None) -> str | None:
-    return None if value is None else float(value).hex()
+    return [t.prompt_length, str(t.finish_reason), *numbers, *arrays]
 
 
 def _name(key: GroupKey) -> str:

@@ -111,15 +111,17 @@ class DoorGroups:
         kept = False
         for trajectory in members:
             try:
-                arrival = self._stash.add(trajectory, columns, lease=lease, epoch=epoch, group=group)
+                found = self._stash.add(trajectory, columns, lease=lease, epoch=epoch, group=group)
             except StashRefused as error:
                 self._refuse(error, epoch, group)
                 continue
-            kept |= arrival.status in (Status.WAITING, Status.WHOLE)
-            for ended in arrival.ended:
-                self._drop(ended)
-            if arrival.whole is not None:
-                self._whole_in.put_nowait(arrival.whole)
+            if not isinstance(found, StashedGroup):
+                kept |= found is Status.WAITING
+            elif found.trainable:
+                kept = True
+                self._whole_in.put_nowait(found)
+            else:
+                self._drop(found)
         return kept
 
     def discard(self, error: Exception, epoch: int, group: int) -> None:

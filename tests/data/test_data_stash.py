@@ -66,16 +66,15 @@ def test_any_interleaving_yields_each_group_once_in_completion_order_with_its_ow
     yielded: list[StashedGroup[str]] = []
     for (epoch, group), member in order:
         key = (epoch, group)
-        arrival = stash.add(record(group, member, sizes[key], salt=7 * epoch), f"{key}", lease=member, epoch=epoch)
+        found = stash.add(record(group, member, sizes[key], salt=7 * epoch), f"{key}", lease=member, epoch=epoch)
         expected = Status.LATE if key in complete else Status.DUPLICATE if member in seen[key] else Status.WAITING
         seen[key].add(member)
         if expected is Status.WAITING and len(seen[key]) == sizes[key]:
-            expected = Status.WHOLE
             complete.append(key)
-        assert arrival.status is expected and arrival.ended == ()
-        assert (arrival.whole is not None) == (expected is Status.WHOLE)
-        if arrival.whole is not None:
-            yielded.append(arrival.whole)
+            assert isinstance(found, StashedGroup) and found.ending is Ending.WHOLE
+            yielded.append(found)
+        else:
+            assert found is expected
     assert [tuple(group.key) for group in yielded] == complete and set(complete) == set(sizes)
     for group in yielded:
         key = tuple(group.key)
@@ -89,10 +88,10 @@ def test_a_copy_of_a_member_is_idempotent_bit_for_bit() -> None:
     stash = new()
     odd = replace(record(0, 0), logprobs=np.full(4, np.nan, np.float32), reward=float("nan"))
     stash.add(odd, "", lease="first")
-    assert stash.add(replace(odd, tokens=odd.tokens.copy()), "", lease="second").status is Status.DUPLICATE
+    assert stash.add(replace(odd, tokens=odd.tokens.copy()), "", lease="second") is Status.DUPLICATE
     stash.add(record(0, 1), "")
-    whole = stash.add(record(0, 2), "").whole
-    assert whole is not None and whole.leases == ("first", None, None)
+    whole = stash.add(record(0, 2), "")
+    assert isinstance(whole, StashedGroup) and whole.leases == ("first", None, None)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -119,8 +118,8 @@ def test_what_contradicts_a_group_is_refused_with_a_reason_and_changes_nothing(b
         stash.add(bad, "bad")
     assert content(stash) == before
     stash.add(record(0, 1), "")
-    whole = stash.add(record(0, 2), "").whole
-    assert members(whole) == [0, 1, 2] and whole is not None and whole.context == "kept"
+    whole = stash.add(record(0, 2), "")
+    assert isinstance(whole, StashedGroup) and members(whole) == [0, 1, 2] and whole.context == "kept"
     assert whole.trajectories[0].tokens[0] == 0
 
 
@@ -134,14 +133,15 @@ def test_the_cap_always_holds_and_whoever_entered_leaves_exactly_once(
     entered: set[tuple[int, int]] = set()
     for group, member, tokens in arrivals:
         try:
-            arrival = stash.add(record(group, member, 4, tokens=tokens), "")
+            found = stash.add(record(group, member, 4, tokens=tokens), "")
         except StashRefused as refused:
             if (0, group) not in stash._waiting:
                 assert f"limit of {max_groups} waiting groups" in str(refused) and waiting(stash) == max_groups
             continue
-        if arrival.status in (Status.WAITING, Status.WHOLE):
+        if found not in (Status.DUPLICATE, Status.LATE):
             entered.add((group, member))
-        left += [*arrival.ended, *([arrival.whole] if arrival.whole else [])]
+        if isinstance(found, StashedGroup):
+            left.append(found)
         assert waiting(stash) <= max_groups
     left += stash.end_epoch(0)
     assert len({group.key for group in left}) == len(left)
@@ -165,7 +165,7 @@ def test_a_timeout_counts_from_the_first_arrival() -> None:
     now[0] = expected
     [ended] = stash.expire()
     assert ended.ending is Ending.TIMEOUT and members(ended) == [0, 1] and not ended.trainable
-    assert stash.next_deadline() is None and stash.add(record(0, 2), "").status is Status.LATE
+    assert stash.next_deadline() is None and stash.add(record(0, 2), "") is Status.LATE
 
 
 def test_partial_groups_are_yielded_where_there_are_enough_members() -> None:
@@ -236,23 +236,24 @@ def test_groups_with_a_token_that_is_too_old_end_now_and_on_arrival() -> None:
     stale = stash.evict_stale(5, 2)
     assert [group.key.group_id for group in stale] == [1, 3]
     assert all(group.ending is Ending.STALE and not group.trainable for group in stale)
-    arrival = stash.add(record(2, 1, version=2), "", lease="mine")
-    [ended] = arrival.ended
-    assert arrival.status is Status.STALE and members(ended) == [0, 1] and ended.leases == (None, "mine")
+    ended = stash.add(record(2, 1, version=2), "", lease="mine")
+    assert isinstance(ended, StashedGroup) and ended.ending is Ending.STALE
+    assert members(ended) == [0, 1] and ended.leases == (None, "mine")
     nothing_sampled = replace(record(0, 1), mask=np.zeros(4, np.bool_))
-    assert stash.add(nothing_sampled, "").status is Status.WAITING
+    assert stash.add(nothing_sampled, "") is Status.WAITING
     assert stash.evict_stale(5, 2) == [] and waiting(stash) == 2
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------
 
 
-def test_ended_groups_are_remembered_up_to_a_bound() -> None:
-    stash = new(tombstones=2)
+def test_ended_groups_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.data.stash.TOMBSTONES", 2)
+    stash = new()
     for group in range(3):
-        assert stash.add(record(group, 0, 1), "").status is Status.WHOLE
-    assert stash.add(record(2, 0, 1), "").status is Status.LATE
-    assert stash.add(record(0, 0, 1), "").status is Status.WHOLE  # forgotten
+        assert isinstance(stash.add(record(group, 0, 1), ""), StashedGroup)
+    assert stash.add(record(2, 0, 1), "") is Status.LATE
+    assert isinstance(stash.add(record(0, 0, 1), ""), StashedGroup)  # forgotten
 
 
 def test_discard_ends_a_group_whether_it_waits_is_yielded_or_has_not_come() -> None:
@@ -265,7 +266,5 @@ def test_discard_ends_a_group_whether_it_waits_is_yielded_or_has_not_come() -> N
     stash.add(record(3, 0), "old", epoch=1)
     [ended] = stash.end_epoch(1)
     assert ended.ending is Ending.EPOCH and members(ended) == [0] and not ended.trainable
-    assert stash.add(record(3, 1), "old", epoch=1).status is Status.LATE
-    with pytest.raises(ValueError, match="max_groups 0"):
-        new(0)
-    assert [stash.add(record(group, 1), "").status for group in range(3)] == [Status.LATE] * 3
+    assert stash.add(record(3, 1), "old", epoch=1) is Status.LATE
+    assert [stash.add(record(group, 1), "") for group in range(3)] == [Status.LATE] * 3

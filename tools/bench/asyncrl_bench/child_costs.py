@@ -25,7 +25,7 @@ from typing import Any
 import anyio
 import numpy as np
 
-from asyncrl.data.stash import Stash
+from asyncrl.data.stash import Stash, StashedGroup
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.transport.rings.producer import Producer
 from asyncrl.transport.rings.record_ring import RecordRing
@@ -84,8 +84,8 @@ async def read(ring: RecordRing, stash: Stash[int]) -> int:
             await asyncio.sleep(0)
     record = delivery.record
     for member in trajectories_of(record):
-        arrival = stash.add(member, record.group, lease=delivery, epoch=record.epoch)
-    if arrival.whole is None:
+        found = stash.add(member, record.group, lease=delivery, epoch=record.epoch)
+    if not isinstance(found, StashedGroup):
         raise AssertionError(f"group {record.group} is not whole")
     taken = time.perf_counter_ns() - begin
     delivery.release()
