@@ -64,9 +64,7 @@ class ReplayBuffer:
     """At most `max_groups` groups of a high priority: see the module docstring."""
 
     def __init__(self, max_groups: int, max_age: int, seed: int = 0) -> None:
-        """`max_age`: most policy versions between the oldest token of a group and the replay. Errors: ValueError."""
-        if max_groups < 1 or max_age < 0:
-            raise ValueError(f"replay: max_groups {max_groups} must be at least 1 and max_age {max_age} at least 0")
+        """`max_age`: most policy versions between the oldest token of a group and the replay."""
         self._max_groups, self._max_age, self._seed = max_groups, max_age, seed
         self._stored: dict[int, BufferedGroup] = {}  # by group id, oldest first
         self.evicted = 0  # groups that were too old
@@ -96,23 +94,16 @@ class ReplayBuffer:
 
         `key`: numbers >= 0, different for each draw. `without`: group ids that are not drawn. None: no group is left.
         """
-        self.evict(version)
-        candidates = [stored for group_id, stored in self._stored.items() if group_id not in without]
-        if not candidates:
-            return None
-        weights = np.maximum([stored.priority for stored in candidates], MIN_WEIGHT)
-        point = np.random.default_rng([self._seed, *key]).random() * weights.sum()
-        index = int(np.searchsorted(np.cumsum(weights), point, side="right"))
-        # By rounding, `point` can reach the last sum, and `index` the number of candidates.
-        return candidates[min(index, len(candidates) - 1)].group
-
-    def evict(self, version: int) -> int:
-        """Remove groups with a token older than `max_age` at `version`. Returns the number of removed groups."""
         old = [g for g, stored in self._stored.items() if version - stored.group.oldest_version > self._max_age]
         for group_id in old:
             del self._stored[group_id]
         self.evicted += len(old)
-        return len(old)
+        candidates = [stored for group_id, stored in self._stored.items() if group_id not in without]
+        if not candidates:
+            return None
+        weights = np.maximum([stored.priority for stored in candidates], MIN_WEIGHT)
+        index = np.random.default_rng([self._seed, *key]).choice(len(candidates), p=weights / weights.sum())
+        return candidates[int(index)].group
 
     def snapshot(self) -> tuple[BufferedGroup, ...]:
         """The groups in the buffer, as an immutable copy that any thread may read."""
