@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -105,9 +106,7 @@ class PromptSource:
         for_agents: bool = False,
     ) -> None:
         """`for_agents`: rows may lack the prompt column, and then have a prompt without tokens. Errors: `DataError` if there are no
-        rows, the first row lacks the prompt column, or `rank` is out of range."""
-        if not 0 <= rank < world_size:
-            raise DataError(f"rank is {rank} of world_size {world_size}; expected 0 <= rank < world_size")
+        rows, or the first row lacks the prompt column."""
         self.config = config or DataConfig()
         self._rows: PromptRows = ListRows(rows) if isinstance(rows, (list, tuple)) else rows  # type: ignore[assignment]  # a PromptRows
         self._seed, self._rank, self._world_size = seed, rank, world_size
@@ -119,28 +118,19 @@ class PromptSource:
         self._row(0)
         # The first ordinal beyond `max_epochs`.
         self._end = None if max_epochs is None else prompts_of(max_epochs, len(self._rows))
+        # Groups in flight belong to one epoch or two.
+        self._order = lru_cache(maxsize=4)(partial(EpochOrder, len(self._rows), seed))
         self._position = rank  # the next ordinal
         self._requeued: list[int] = []  # group ids to hand out again, ascending
         self._failed: deque[int] = deque(maxlen=MAX_FAILED)  # ids of the next attempts, oldest first
-        self._orders: dict[int, EpochOrder] = {}
         self._cache: dict[int, tuple[Int32Array, int]] = {}  # row -> (ids, length before cutting)
         self._cached_tokens = 0
         self._counts = {"delivered": 0, "redelivered": 0, "cut": 0, "skipped": 0}
-        self._digest = digest(self._rows, self.config.prompt_column)
+        self.digest = digest(self._rows, self.config.prompt_column)
 
     def __len__(self) -> int:
         """Rows of one epoch, over all ranks, including skipped rows."""
         return len(self._rows)
-
-    @property
-    def digest(self) -> int:
-        """A fingerprint of the rows (`prompts_files.digest`)."""
-        return self._digest
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next new prompt, counted from 0."""
-        return self._position // len(self._rows)
 
     def next(self) -> Prompt | None:
         """The next prompt; prompts of `requeue` are first. None after `max_epochs`.
@@ -173,8 +163,6 @@ class PromptSource:
 
     def prompt_for(self, group_id: int) -> Prompt | None:
         """The prompt of a group id, or None if its row is skipped for its length. Errors: `DataError`, as `next()`."""
-        if group_id < 0:
-            raise DataError(f"group id {group_id} has no prompt; expected 0 or more")
         return self._prompt_and_length(group_id)[0]
 
     def requeue(self, group_ids: Iterable[int]) -> None:
@@ -211,15 +199,13 @@ class PromptSource:
         self.requeue(group_ids)
         return group_ids
 
-    def check_all(self) -> dict[str, int]:
-        """Tokenize every row. Returns `statistics()` and `overlong_rows`. Errors: `DataError` for a row that `next()` refuses.
+    def check_all(self) -> None:
+        """Tokenize every row. Errors: `DataError` for a row that `next()` refuses.
 
         Blocks until every row is tokenized. Call this method on another thread, before the first `next()`.
         """
-        overlong = 0
         for index in range(len(self._rows)):
-            overlong += self._encode(index)[1] > self.config.max_prompt_tokens
-        return {**self.statistics(), "overlong_rows": overlong}
+            self._encode(index)
 
     def check_first_rows(self, count: int) -> None:
         """Errors: `DataError` if one of the first `count` rows has no well-formed prompt. Tokenizes nothing."""
@@ -257,10 +243,10 @@ class PromptSource:
         return longest, rows
 
     def statistics(self) -> dict[str, int]:
-        """Counts. `position` is the ordinal of the next new prompt, `waiting` the number of prompts to return again."""
+        """Counts. `position`: ordinal of the next new prompt. `epoch`: that of this prompt. `waiting`: prompts to return again."""
         return {
             "rows": len(self._rows),
-            "epoch": self.epoch,
+            "epoch": self._position // len(self._rows),
             "position": self._position,
             "waiting": len(self._requeued),
             **self._counts,
@@ -274,7 +260,7 @@ class PromptSource:
             "failed": list(self._failed),
             "counts": dict(self._counts),
             "rows": len(self._rows),
-            "digest": self._digest,
+            "digest": self.digest,
             "seed": self._seed,
             "shuffle": self.config.shuffle,
             "rank": self._rank,
@@ -305,13 +291,7 @@ class PromptSource:
     def _row_of(self, ordinal: int) -> tuple[int, int]:
         """(row, epoch) of an ordinal."""
         epoch, position = divmod(ordinal, len(self._rows))
-        if not self.config.shuffle:
-            return position, epoch
-        if epoch not in self._orders:
-            if len(self._orders) >= 4:  # groups in flight belong to one epoch or two
-                del self._orders[min(self._orders)]
-            self._orders[epoch] = EpochOrder(len(self._rows), self._seed, epoch)
-        return self._orders[epoch][position], epoch
+        return self._order(epoch)[position] if self.config.shuffle else position, epoch
 
     def _prompt_and_length(self, group_id: int) -> tuple[Prompt | None, int]:
         """(prompt, length before cutting) of a group id. The prompt is None if its row is skipped."""

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -213,17 +213,14 @@ def _open_json(path: Path) -> PromptRows:
         values = _read_json(data, f"the prompt file {path}")
         numbered = [(f"{path} row {number}", value) for number, value in enumerate(values, start=1)]
     else:
-        numbered = list(_json_lines(data, path))
+        lines = [
+            (f"{path} line {number}", line) for number, line in enumerate(data.split(b"\n"), start=1) if line.strip()
+        ]
+        numbered = [(source, _read_json(line, source)) for source, line in lines]
     for source, value in numbered:
         if not isinstance(value, dict):
             raise DataError(f"{source} holds {type(value).__name__}; expected an object with a prompt column")
     return ListRows([value for _, value in numbered], str(path))
-
-
-def _json_lines(data: bytes, path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if line.strip():
-            yield f"{path} line {number}", _read_json(line, f"{path} line {number}")
 
 
 def _read_json(data: bytes, source: str) -> Any:

@@ -97,7 +97,6 @@ def load_rows(source: Any) -> PromptRows:
         return _open_hub(text)
     data = load_object(text)
     if callable(data):
-        _check_arguments(data, text)
         data = _run(data, text)
     return as_rows(data, text)
 
@@ -166,19 +165,6 @@ def _as_table(data: Any, source: str) -> Any:
         raise DataError(
             f"{source} gave {type(data).__name__} with a column that Arrow has no type for: {error}; return a list of rows instead"
         ) from error
-
-
-def _check_arguments(function: Callable[..., Any], source: str) -> None:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        # A function that is written in C may have no signature. The call raises its own error.
-        return
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-    if required:
-        names = ", ".join(required)
-        raise DataError(f"{source} needs arguments ({names}); a data function is called without arguments")
 
 
 def _run(call: Callable[[], T], source: str) -> T:

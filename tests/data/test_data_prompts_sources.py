@@ -170,7 +170,7 @@ def test_a_reasoning_gym_data_set() -> None:
         ("numbers", "row 2 of {file}:numbers is int; expected a mapping"),
         ("nothing", "gave NoneType; expected rows"),
         ("waits", "gave coroutine; expected rows"),
-        ("needs", "{file}:needs needs arguments (size); a data function is called without arguments"),
+        ("needs", "{file}:needs raised TypeError: needs() missing 1 required positional argument: 'size'"),
         ("broken", f"{{file}}:broken raised KeyError: 'question' ({{file}}:{line_of('def inner')} in inner)"),
         ("broken_later", f"raised ValueError: no more rows ({{file}}:{line_of('raise ValueError')} in broken_later)"),
         ("leaves", f"{{file}}:leaves raised SystemExit: 3 ({{file}}:{line_of('def leaves')} in leaves)"),
