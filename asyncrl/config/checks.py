@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from asyncrl.algorithms import registry
@@ -24,55 +24,49 @@ _KEY = re.compile(r"[A-Za-z0-9._~-]{16,256}")
 
 
 class Switch(NamedTuple):
-    """Whether the settings of a section have an effect. `switches`: the settings that turn the section on."""
+    """When the settings of a section have an effect."""
 
-    is_on: Callable[[Config], bool]
     # Error text: why the section has no effect, and a remedy.
     off_message: str
+    # Settings that turn the section on: if one of them has another value than its default, the section is on.
     switches: tuple[str, ...] = ()
+    # Replaces this rule.
+    is_on: Callable[[Config], bool] | None = None
 
 
 SWITCHED: Mapping[str, Switch] = {
-    "model.lora": Switch(
-        lambda config: config.model.lora.rank > 0, "model.lora.rank is 0: there are no adapters; set it", ("rank",)
-    ),
-    "reward.overlong": Switch(
-        lambda config: config.reward.overlong.cache is not None,
-        "reward.overlong.cache is not set: there is no component `overlong`; set it",
-        ("cache",),
-    ),
+    "model.lora": Switch("model.lora.rank is 0: there are no adapters; set it", ("rank",)),
+    "reward.overlong": Switch("reward.overlong.cache is not set: there is no component `overlong`; set it", ("cache",)),
     "rollout.filter": Switch(
-        lambda config: (
-            config.rollout.filter.dynamic_sampling
-            or (config.rollout.filter.min_mean_reward, config.rollout.filter.max_mean_reward) != (None, None)
-        ),
         "no filter is on; set rollout.filter.dynamic_sampling, min_mean_reward or max_mean_reward",
         ("dynamic_sampling", "min_mean_reward", "max_mean_reward"),
     ),
-    "door": Switch(
-        lambda config: config.door.ring is not None, "door.ring is not set: there is no door; set it", ("ring",)
-    ),
-    "replay": Switch(lambda c: c.replay.size > 0, "replay.size is 0: no group is replayed; set it", ("size",)),
-    "reroll": Switch(
-        lambda config: config.reroll.start_fraction < 1,
-        "reroll.start_fraction is 1: no prompt is played again; set it",
-        ("start_fraction",),
-    ),
-    "telemetry.profile": Switch(
-        lambda config: get(config, "telemetry.profile.from") is not None,
-        "telemetry.profile.from is not set: there is no profile; set it",
-        ("from",),
-    ),
+    "door": Switch("door.ring is not set: there is no door; set it", ("ring",)),
+    "replay": Switch("replay.size is 0: no group is replayed; set it", ("size",)),
+    "reroll": Switch("reroll.start_fraction is 1: no prompt is played again; set it", ("start_fraction",)),
+    "telemetry.profile": Switch("telemetry.profile.from is not set: there is no profile; set it", ("from",)),
     "generation": Switch(
-        lambda config: config.generation.placement != "shared",
         "generation.placement is shared: there are no workers; set it to worker",
         ("placement", "engine"),
+        lambda config: config.generation.placement != "shared",
     ),
     "dry_run": Switch(
-        lambda config: "dry_run" in (config.engine.kind, config.train.kind),
         "neither engine.kind nor train.kind is dry_run; set them",
+        is_on=lambda config: "dry_run" in (config.engine.kind, config.train.kind),
     ),
 }
+# (setting, the setting that is its largest value, reason)
+_AT_MOST = (
+    ("rollout.min_tokens", "rollout.max_tokens", "no completion is longer"),
+    ("rollout.streaming_min_groups", "rollout.groups_per_step", "a step has no more groups"),
+    ("algorithm.minibatches", "rollout.groups_per_step", "a batch is cut between its groups"),
+    ("rollout.filter.min_mean_reward", "rollout.filter.max_mean_reward", "no group could be between them"),
+    (
+        "reward.overlong.cache",
+        "reward.overlong.max_length",
+        "the punishment grows over the last `cache` tokens of the longest episode (single_turn: rollout.max_tokens)",
+    ),
+)
 
 
 def complaints(
@@ -114,18 +108,21 @@ def key_problem(host: str, key: str | None) -> str | None:
 def _check_unread(config: Config, embedding: bool) -> Iterator[str]:
     """Refuses a setting that the user changed and that has no effect."""
     default = type(config)()
-    for name in config_fields():
-        if (value := get(config, name)) != get(default, name) and (reason := _unread_reason(config, name, embedding)):
-            yield f"{name} is {shown_value(value)} but {reason}, or leave {name} out"
+    changed = [name for name in config_fields() if get(config, name) != get(default, name)]
+    for name in changed:
+        if reason := _unread_reason(config, name, changed, embedding):
+            yield f"{name} is {shown_value(get(config, name))} but {reason}, or leave {name} out"
 
 
-def _unread_reason(config: Config, name: str, embedding: bool) -> str | None:
-    """Why this setting has no effect, and a remedy. None if the setting has an effect."""
+def _unread_reason(config: Config, name: str, changed: Collection[str], embedding: bool) -> str | None:
+    """Why this setting has no effect, and a remedy. None if the setting has an effect. `changed`: names of all changed settings."""
     section, _, key = name.rpartition(".")
     switch, algorithm = SWITCHED.get(section), config.algorithm
     if switch is not None:
+        turned_on = any(f"{section}.{each}" in changed for each in switch.switches)
+        is_on = switch.is_on(config) if switch.is_on else turned_on
         # A program may open its own ring (`runtime.door.serve`).
-        has_effect = switch.is_on(config) or key in switch.switches or (embedding and section == "door")
+        has_effect = is_on or key in switch.switches or (embedding and section == "door")
         return None if has_effect else switch.off_message
     if name == "algorithm.discount" and algorithm.credit != "discounted":
         return f"algorithm.credit is {algorithm.credit}, which discounts nothing; use credit=discounted"
@@ -191,9 +188,6 @@ def _check_rollout(config: Config) -> Iterator[str]:
             f"rollout.weight_sync_interval is {rollout.weight_sync_interval} but preset is sync, which means staleness 0; "
             "use preset=one_off or preset=async"
         )
-    low, high = rollout.filter.min_mean_reward, rollout.filter.max_mean_reward
-    if low is not None and high is not None and low > high:
-        yield f"rollout.filter.min_mean_reward is {low} and max_mean_reward is {high}: no group can be between them; swap them"
     if rollout.keep_viable and config.reward.batch == "trajectory":
         yield (
             "rollout.keep_viable is true but reward.batch is trajectory: a completion would be scored before the run knows which "
@@ -201,21 +195,12 @@ def _check_rollout(config: Config) -> Iterator[str]:
         )
     if "" in rollout.stop:
         yield "rollout.stop has an empty string, which would end every completion at its first token; take it out"
-    cache, longest = config.reward.overlong.cache, config.reward.overlong.max_length
-    if cache is not None and longest is not None and cache > longest:
-        yield (
-            f"reward.overlong.cache is {cache}; expected at most reward.overlong.max_length = {longest} (single_turn: "
-            "rollout.max_tokens): the punishment grows over the last `cache` tokens of the longest episode"
-        )
     if not all(-100 <= bias <= 100 for bias in rollout.logit_bias.values()):
         yield f"rollout.logit_bias is {rollout.logit_bias}; expected numbers from -100 to 100"
-    if rollout.min_tokens > rollout.max_tokens:
-        yield f"rollout.min_tokens is {rollout.min_tokens}; expected at most rollout.max_tokens = {rollout.max_tokens}"
-    if rollout.streaming_min_groups > rollout.groups_per_step:
-        yield (
-            f"rollout.streaming_min_groups is {rollout.streaming_min_groups}; expected at most rollout.groups_per_step = "
-            f"{rollout.groups_per_step}, the groups of a whole step"
-        )
+    for name, limit, reason in _AT_MOST:
+        value, most = get(config, name), get(config, limit)
+        if value is not None and most is not None and value > most:
+            yield f"{name} is {value}; expected at most {limit} = {most}: {reason}"
 
 
 def _check_replay(config: Config) -> Iterator[str]:
@@ -294,11 +279,6 @@ def _check_algorithm(config: Config) -> Iterator[str]:
             f"algorithm.credit is discounted but advantage is {algorithm.advantage}, whose statistics span the episodes of a step, "
             "and not the same reply of a group; use an advantage of a group, such as grpo, or another credit"
         )
-    if algorithm.minibatches > rollout.groups_per_step:
-        yield (
-            f"algorithm.minibatches is {algorithm.minibatches}; expected at most rollout.groups_per_step = "
-            f"{rollout.groups_per_step}: a batch is cut between its groups"
-        )
 
 
 def alone_problem(config: Config) -> str | None:
@@ -311,11 +291,6 @@ def alone_problem(config: Config) -> str | None:
 
 def _check_lora(config: Config) -> Iterator[str]:
     lora = config.model.lora
-    if lora.rank and lora.dropout:
-        yield (
-            f"model.lora.dropout is {lora.dropout}; expected 0: dropout in an RL policy is refused, the sampler's log-probs "
-            "would be those of another model"
-        )
     nothing_named = not (lora.target_modules or lora.target_parameters)
     if lora.rank and (nothing_named or ("all-linear" in lora.target_modules and len(lora.target_modules) > 1)):
         yield (
@@ -334,10 +309,6 @@ def _check_parts(config: Config) -> Iterator[str]:
         yield (
             "engine.kind is embedded but train.kind is dry_run: that engine samples from the trainer's own model; "
             "set engine.kind=dry_run or train.kind=torch"
-        )
-    if config.algorithm.router_replay and "dry_run" in (config.engine.kind, config.train.kind):
-        yield (
-            "algorithm.router_replay is true but engine.kind or train.kind is dry_run, which has no experts; leave it out"
         )
     # models/reward_model.py checks the number of outputs, when it loads the model.
     if config.reward.model and config.train.kind == "dry_run":
@@ -382,8 +353,6 @@ def _check_deadlines(config: Config) -> Iterator[str]:
 
 
 def _check_ranks(config: Config, world_size: int) -> list[str]:
-    if world_size < 1:
-        return [f"world_size is {world_size}; expected at least 1"]
     if config.rollout.groups_per_step < world_size:
         return [
             f"rollout.groups_per_step is {config.rollout.groups_per_step}; expected at least the number of ranks that train, "

@@ -42,7 +42,6 @@ class LoraConfig(SettingsSection):
         (),
         "Parameters that get adapters and are no layer's weight, as in peft: stacked experts, like [experts.gate_up_proj].",
     )
-    dropout: float = field(0.0, "Must be 0, because sampler and trainer must compute the same values.", ge=0)
 
 
 class ModelConfig(SettingsSection):
@@ -499,11 +498,6 @@ class Config(SettingsSection):
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         # pickle finds no class that `schema_of` has made.
         return partial(Config, **self.model_dump()), ()
-
-    @field_validator("reward", mode="before")
-    @classmethod
-    def _short_reward(cls, value: Any) -> Any:
-        return {"functions": value} if isinstance(value, (str, list)) else value
 
 
 def schema_of(tree: Mapping[str, Any]) -> type[Config]:

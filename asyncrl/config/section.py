@@ -45,6 +45,8 @@ class SettingsSection(BaseModel):
         if isinstance(value, bool) and bool not in types and {int, float} & {*types}:
             raise PydanticCustomError("number", "true or false is no number")
         if type(value) is int and int in types:
+            if value.bit_length() > 64:
+                raise ValueError("an integer of at most 64 bits")
             return value
         if isinstance(value, (str, int, float, dict)) and any(get_origin(kind) is tuple for kind in types):
             return (value,)

@@ -114,6 +114,11 @@ def test_a_text_that_a_template_would_take_for_true_is_refused(text: str) -> Non
     assert "expected true or false instead of " in complaint(f"data.chat_template_kwargs.switch={text}")
 
 
+def test_an_integer_that_no_machine_holds_is_refused() -> None:
+    assert "expected an integer of at most 64 bits" in complaint(f"train.max_steps={10**400}")
+    assert load_config([], [f"seed={2**64 - 1}"]).seed == 2**64 - 1
+
+
 def test_words_of_an_argument_are_kept_and_of_a_setting_of_text_too(tmp_path: Path) -> None:
     for note in ("End with #### 42", "one\n\ntwo", " spaced ", "#"):
         config = load_config([], [f"data.chat_template_kwargs.note={note}"])
