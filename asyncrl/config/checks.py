@@ -122,7 +122,7 @@ def _unread_reason(config: Config, name: str, changed: Collection[str], embeddin
         turned_on = any(f"{section}.{each}" in changed for each in switch.switches)
         is_on = switch.is_on(config) if switch.is_on else turned_on
         # A program may open its own ring (`runtime.door.serve`).
-        has_effect = is_on or key in switch.switches or (embedding and section == "door")
+        has_effect = is_on or key in switch.switches or (embedding and section == "door" and key != "http_port")
         return None if has_effect else switch.off_message
     if name == "algorithm.discount" and algorithm.credit != "discounted":
         return f"algorithm.credit is {algorithm.credit}, which discounts nothing; use credit=discounted"
@@ -450,8 +450,6 @@ def _check_door(config: Config) -> Iterator[str]:
     if door.timeout_s is None and door.on_timeout != "drop":
         yield f"door.on_timeout is {door.on_timeout} but door.timeout_s is null, so no group ever times out; set timeout_s"
     if door.ring is None:
-        if door.http_port is not None:
-            yield f"door.http_port is {door.http_port} but door.ring is not set; name the ring that the port feeds"
         return
     if problem := key_problem(door.http_host, door.http_key):
         yield problem

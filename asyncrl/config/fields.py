@@ -141,13 +141,9 @@ def _in_words(schema: Mapping[str, Any]) -> str:
     return f"{_WORDS[schema['type']]} {bounds}".rstrip()
 
 
+@cache
 def config_fields(schema: type[Config] = Config) -> Mapping[str, ConfigField]:
     """Dotted name -> setting, in the order of the schema."""
-    return _config_fields(schema)
-
-
-@cache
-def _config_fields(schema: type[Config]) -> Mapping[str, ConfigField]:
     root = schema.model_json_schema()
     return {field.name: field for field in _walk(root, "", root["$defs"])}
 

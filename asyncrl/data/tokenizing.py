@@ -16,7 +16,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -96,12 +96,6 @@ class PromptEncoder:
         self._has_template = getattr(tokenizer, "chat_template", None) is not None
         self._template = _template_of(tokenizer)
         self._words = set(re.findall(r"\w+", self._template))
-        self._special: re.Pattern[str] | None = None  # matches special tokens
-        self._control: re.Pattern[str] | None = None  # matches the tokens of `_control_tokens`
-        # Whether the template prints content that is (a text, a list of parts).
-        self._printed_content: tuple[bool, bool] | None = None
-        self._openings: set[str] | None = None  # of `_find_openings`
-        self._leading_ids: list[int] | None = None  # the tokenizer adds these before a text
         # A conversation is rendered at each turn.
         self._cached_hide = lru_cache(maxsize=1024)(self._hide)
         self._hidden: dict[str, int] = {}  # text of a control token -> its number in rendered texts
@@ -158,16 +152,12 @@ class PromptEncoder:
         return True
 
     def _is_rendered(self, prompt: str) -> bool:
-        """Whether the prompt has control tokens and begins like a rendered conversation. Its end may be a user's text."""
-        control = self._controls(user=False)
-        if not control.search(prompt):
-            return False
-        if self._openings is None:
-            self._openings = self._find_openings(control)
-        return prompt.lstrip().startswith(tuple(self._openings))
+        """Whether the prompt has special tokens and begins like a rendered conversation. Its end may be a user's text."""
+        return bool(self._special.search(prompt)) and prompt.lstrip().startswith(tuple(self._openings))
 
-    def _find_openings(self, control: re.Pattern[str]) -> set[str]:
-        """First texts of rendered conversations: BOS, and the first control token or word behind BOS."""
+    @cached_property
+    def _openings(self) -> set[str]:
+        """First texts of rendered conversations: BOS, and the first special token or word behind BOS."""
         openings = set()
         user = {"role": "user", "content": self._content(_PROBE)}
         for messages in ([user], [{**user, "role": "system"}, user]):
@@ -178,7 +168,7 @@ class PromptEncoder:
             if self._bos and text.startswith(self._bos):
                 openings.add(self._bos)
                 text = text.removeprefix(self._bos)
-            first_token = control.match(text.lstrip())
+            first_token = self._special.match(text.lstrip())
             words = text.partition(_PROBE)[0].split()
             openings.update([first_token[0]] if first_token else words[:1])
         return openings - {""}
@@ -192,16 +182,19 @@ class PromptEncoder:
 
         A text without BOS gets BOS: a rendered text if the template writes BOS, any other text if the tokenizer adds BOS."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        # If the openings are set, `_is_rendered` was true for `text`: otherwise `text` would be a message, and would not come here.
-        if self._openings is not None:
+        # A text that is not rendered yet comes here only under `data.template: raw`, or without a template.
+        if self.config.template != "raw" and self._has_template:
             lacks_bos = self._bos in self._openings and not text.lstrip().startswith(self._bos)
             return [self._tokenizer.bos_token_id, *ids] if lacks_bos else ids
-        if self._leading_ids is None:
-            bare = self._tokenizer.encode(_PROBE, add_special_tokens=False)
-            full = self._tokenizer.encode(_PROBE, add_special_tokens=True)
-            starts = [start for start in range(len(full)) if full[start : start + len(bare)] == bare]
-            self._leading_ids = full[: starts[0]] if starts else []
         return ids if ids[: len(self._leading_ids)] == self._leading_ids else self._leading_ids + ids
+
+    @cached_property
+    def _leading_ids(self) -> list[int]:
+        """Ids that the tokenizer adds before a text."""
+        bare = self._tokenizer.encode(_PROBE, add_special_tokens=False)
+        full: list[int] = self._tokenizer.encode(_PROBE, add_special_tokens=True)
+        starts = [start for start in range(len(full)) if full[start : start + len(bare)] == bare]
+        return full[: starts[0]] if starts else []
 
     def messages(self, prompt: str | Messages) -> Messages:
         """The messages for the template. `data.system_prompt` is added if the first message is no system message."""
@@ -224,15 +217,18 @@ class PromptEncoder:
 
     def _content(self, content: str | list[Any]) -> str | list[Any]:
         """The content as a text or as a list of parts: some templates can print only one of these."""
-        if self._printed_content is None:
-            self._printed_content = self._prints(_PROBE), self._prints([{"type": "text", "text": _PROBE}])
         prints_text, prints_parts = self._printed_content
         if isinstance(content, str):
             return content if prints_text or not prints_parts else [{"type": "text", "text": content}]
         text = "".join(part["text"] for part in content)
-        if prints_parts and self.config.control_tokens == "template" and self._controls(user=True).search(text):
+        if prints_parts and self.config.control_tokens == "template" and self._control.search(text):
             return [{"type": "text", "text": text}]  # a control token may span two parts
         return content if prints_parts else text
+
+    @cached_property
+    def _printed_content(self) -> tuple[bool, bool]:
+        """Whether the template prints content that is (a text, a list of parts)."""
+        return self._prints(_PROBE), self._prints([{"type": "text", "text": _PROBE}])
 
     def _prints(self, content: Any) -> bool:
         """Whether the template prints the probe in `content`."""
@@ -307,12 +303,12 @@ class PromptEncoder:
         return self._render_calls(messages, arguments)
 
     def _hide(self, text: str, user: bool) -> str:
-        """The text with numbers in place of control tokens. See `_controls`."""
+        """The text with numbers in place of control tokens. `user`: a user's text, or else a model's."""
 
         def number(match: re.Match[str]) -> str:
             return f"{_OPEN}{self._hidden.setdefault(match[0], len(self._hidden))}{_CLOSE}"
 
-        return self._controls(user).sub(number, text)
+        return (self._control if user else self._special).sub(number, text)
 
     def tokenize(self, text: str, *, inside: bool = False) -> list[int]:
         """Token ids of a text of `render`, or of a part of it. `inside`: other tokens precede the text."""
@@ -333,12 +329,15 @@ class PromptEncoder:
                 raise
         return self._render(as_json, arguments)
 
-    def _controls(self, user: bool) -> re.Pattern[str]:
-        """A pattern for control tokens. `user`: in a user's text; else in a model's text, where only special tokens count."""
-        if self._special is None or self._control is None:
-            self._special = _pattern(_control_tokens(self._tokenizer, ""))
-            self._control = _pattern(_control_tokens(self._tokenizer, self._template))
-        return self._control if user else self._special
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Matches the control tokens of a model's text: special tokens only."""
+        return _pattern(_control_tokens(self._tokenizer, ""))
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        """Matches the control tokens of a user's text."""
+        return _pattern(_control_tokens(self._tokenizer, self._template))
 
 
 def encode_prompt(
