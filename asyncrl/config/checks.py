@@ -322,8 +322,7 @@ def _check_parts(config: Config) -> Iterator[str]:
         )
     if config.evaluate.every is not None and config.data.eval is None:
         yield (
-            f"evaluate.every is {config.evaluate.every} but data.eval is not set; name held-out prompts or leave "
-            "evaluate.every out"
+            f"evaluate.every is {config.evaluate.every} but data.eval is not set; name held-out prompts or leave evaluate.every out"
         )
     if config.resume is True and config.run.overwrite:
         yield (

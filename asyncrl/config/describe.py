@@ -20,20 +20,18 @@ from .text import dump
 # Settings and sections that a resume may change. Any other change is refused (`refusal` has the reason). Settings of
 # methods are not listed, because each has `Setting.fixed`. distributed.sharding may change, since every rank reads the full state.
 _FREE = (
-    "run resume checkpoint telemetry watchdog evaluate distributed.sharding dry_run threads door endpoint replay reroll "
-    "generation "
+    "run resume checkpoint telemetry watchdog evaluate distributed.sharding dry_run threads door endpoint replay reroll generation "
     "model.device model.head_kernel data.eval reward.workers reward.concurrency reward.timeout_s reward.retries reward.on_error "
     "reward.worker_max_mib reward.worker_max_calls reward.batch reward.overlong rollout.late rollout.sync_warmup_steps "
     "rollout.filter rollout.streaming_min_groups rollout.temperature rollout.top_p rollout.top_k rollout.min_p "
     "rollout.repetition_penalty rollout.presence_penalty rollout.frequency_penalty rollout.logit_bias rollout.bad_words "
     "rollout.min_tokens rollout.max_tokens rollout.stop rollout.stop_token_ids rollout.ignore_eos rollout.max_failed_groups "
-    "rollout.keep_viable rollout.tool_timeout_s rollout.tool_max_chars "
-    "rollout.retries rollout.timeout_s rollout.max_turns rollout.max_context engine.max_sequences engine.kv_positions "
-    "engine.prefill_tokens engine.kv_after_update engine.kept_prefix_max_age "
-    "algorithm.mismatch_gate train.lr train.schedule train.warmup_steps train.min_lr_ratio train.weight_decay "
-    "train.decay_norms_and_biases train.eps train.grad_clip train.tokens_per_microbatch train.gradient_checkpointing "
-    "train.skip_zero_advantage train.max_steps train.max_epochs train.time_limit_s train.partial_final_step "
-    "distributed.roles distributed.listen distributed.context"
+    "rollout.keep_viable rollout.tool_timeout_s rollout.tool_max_chars rollout.retries rollout.timeout_s rollout.max_turns "
+    "rollout.max_context engine.max_sequences engine.kv_positions engine.prefill_tokens engine.kv_after_update "
+    "engine.kept_prefix_max_age algorithm.mismatch_gate train.lr train.schedule train.warmup_steps train.min_lr_ratio "
+    "train.weight_decay train.decay_norms_and_biases train.eps train.grad_clip train.tokens_per_microbatch "
+    "train.gradient_checkpointing train.skip_zero_advantage train.max_steps train.max_epochs train.time_limit_s "
+    "train.partial_final_step distributed.roles distributed.listen distributed.context"
 )
 FREE_ON_RESUME = frozenset(_FREE.split())
 _LEDGER = "the saved counts of groups, turns and versions belong to the old value"

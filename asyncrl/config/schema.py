@@ -36,7 +36,7 @@ class LoraConfig(SettingsSection):
     alpha: float = field(32.0, "The adapters' product is scaled by alpha / rank.", gt=0)
     target_modules: tuple[str, ...] = field(
         ("all-linear",),
-        "Layers with adapters, by the end of their name as in peft; all-linear: all linear layers but the head.",
+        "Layers with adapters, by the end of their names as in peft; all-linear: all linear layers but the head.",
     )
     target_parameters: tuple[str, ...] = field(
         (),
@@ -49,16 +49,14 @@ class ModelConfig(SettingsSection):
 
     path: OptionalPath = field(
         None,
-        "Directory or hub id of a Hugging Face causal language model, or `file.py:function` that takes a seed and "
-        "returns (model, tokenizer).",
+        "Directory or hub id of a causal language model, or `file.py:function` that takes a seed and returns (model, tokenizer).",
     )
     gguf_file: str | None = field(None, "Name of a GGUF file in the directory, if the weights are in GGUF form.")
     tokenizer: OptionalPath = field(None, "Directory or hub id of the tokenizer; the model's own by default.")
     dtype: DtypeName = field(
         "auto",
-        "Dtype of the matrix products; master weights, gradients and optimizer state stay float32 or wider. auto: bfloat16 "
-        "if the device has instructions for it (CUDA from compute capability 8, CPUs with AVX512-BF16 or AMX), else "
-        "float32. A resumed run keeps the dtype of its start.",
+        "Dtype of the matrix products; masters, gradients and optimizer state stay float32 or wider. auto: bfloat16 if the device "
+        "has instructions for it (compute capability 8, AVX512-BF16, AMX), else float32. A resumed run keeps its dtype.",
     )
     device: str = field(
         "auto", "`auto`, `cpu`, `cuda` or `cuda:N`; auto: the GPU of this rank, or the CPU if there is none."
@@ -68,8 +66,8 @@ class ModelConfig(SettingsSection):
     )
     head_kernel: Literal["auto", "torch", "liger"] = field(
         "auto",
-        "What computes log-probs and gradients from the head's logits: `torch` (on a CPU the native kernels); `liger`, Triton "
-        "kernels (a GPU and the extra `liger`; float32 and bfloat16; no soft-capped logits); auto: liger if it works, else torch.",
+        "What computes log-probs and gradients from the head's logits. torch: on a CPU the native kernels. liger: Triton kernels "
+        "(a GPU, the extra `liger`, float32 or bfloat16, no soft-capped logits). auto: liger if it works, else torch.",
     )
     lora: LoraConfig = LoraConfig()
 
@@ -87,23 +85,22 @@ class DataConfig(SettingsSection):
     system_prompt: str | None = field(None, "System message put before every prompt (chat prompts only).")
     template: Literal["auto", "chat", "raw"] = field(
         "auto",
-        "`chat` renders through the tokenizer's chat template, `raw` tokenizes strings as they are; "
-        "auto: messages are rendered, strings are rendered as one user message where the tokenizer has a template.",
+        "chat: render by the tokenizer's chat template. raw: tokenize strings as they are. auto: render messages, and strings as "
+        "a user's message if the tokenizer has a template.",
     )
     chat_template_kwargs: Untyped = field(
         {},
-        "Arguments of the chat template, like {enable_thinking: false} or {tools: [...]}; the columns "
-        "`chat_template_kwargs` and `tools` of a row override them. `asyncrl prompts` shows the result.",
+        "Arguments of the chat template, like {enable_thinking: false} or {tools: [...]}. The columns `chat_template_kwargs` and "
+        "`tools` of a row override them. `asyncrl prompts` shows the result.",
     )
     control_tokens: Literal["template", "text"] = field(
         "template",
-        "Which text may contain control tokens, such as the end of a turn. template: only the chat template; the same characters "
-        "in a message, a tool or an argument are plain text. text: messages, tools and arguments, too. Raw prompts always may.",
+        "Which text may contain control tokens, such as the end of a turn. template: only the chat template; in a message, a tool "
+        "or an argument the same characters are plain text. text: messages, tools and arguments, too. Raw prompts always may.",
     )
     date: str | None = field(
         None,
-        "The date, like 2026-01-31, for chat templates that write today's date. Left out: the day on which the run began, "
-        "also after a resume.",
+        "The date, like 2026-01-31, for chat templates that write the date. Left out: the day of the run's first start.",
     )
     max_prompt_tokens: int = field(1024, "Longest prompt in tokens.", ge=1)
     overlong: Literal["refuse", "cut", "skip"] = field(
@@ -127,22 +124,21 @@ class EngineConfig(SettingsSection):
     max_sequences: int | None = field(None, "Sequences decoded together; derived: the rank's slots x group_size.", ge=1)
     kv_positions: int | None = field(
         None,
-        "Most tokens of cache that the running sequences reserve together: their number times the length that the longest can "
-        "reach. A sequence that does not fit waits. Derived: max_sequences x (longest prompt that was found before the run + "
-        "rollout.max_tokens).",
+        "Most tokens of cache that the running sequences reserve together: their number x the length that the longest can reach. A "
+        "sequence that does not fit waits. Derived: max_sequences x (longest prompt found before the run + rollout.max_tokens).",
         ge=1,
     )
     prefill_tokens: int = field(2048, "Most prompt tokens prefilled in one closure on the lane.", ge=1)
     kv_after_update: Literal["keep", "recompute"] | None = field(
         None,
-        "Cached keys and values of sequences in flight when the weights change: keep, or rebuild. Left out: keep, but "
-        "recompute for a model on the plain path, which cannot keep them.",
+        "Cached keys and values of running sequences when the weights change: keep or recompute. Left out: keep, but recompute for "
+        "a model on the plain path, which cannot keep them.",
     )
     kept_prefix_max_age: int | None = field(
         None,
-        "An episode's next turn uses cached keys and values of earlier turns up to this age in policy versions, and computes older "
-        "ones again. 0: every turn computes its whole history. Derived: 0 with preset sync, whose results must not depend on which "
-        "rows were kept; 1 with kv_after_update=recompute; else the largest age of a trained token, at least 1.",
+        "Largest age, in policy versions, of cached keys and values of earlier turns that an episode's next turn uses; older ones "
+        "are computed again. 0: every turn computes its whole history. Derived: 0 with preset sync, whose results must not depend "
+        "on which rows were kept; 1 with kv_after_update=recompute; else the largest age of a trained token, at least 1.",
         ge=0,
     )
 
@@ -152,9 +148,9 @@ class GenerationConfig(SettingsSection):
 
     placement: Literal["auto", "shared", "worker"] = field(
         "auto",
-        "`shared`: one device, trainer and engine take turns, the weights are the trainer's own. `worker`: engines in processes of "
-        "their own, each with a GPU or some cores, generate while the trainer trains. auto: worker if a GPU trains "
-        "nothing, if `workers`, `threads` or `devices` are set, or if the engine is vllm; else shared.",
+        "shared: trainer and engine take turns on one device, with the same weights. worker: engines in processes of their own, "
+        "each with a GPU or some cores, generate during the training. auto: worker if a GPU trains nothing, if `workers`, "
+        "`threads` or `devices` are set, or if the engine is vllm; else shared.",
     )
     engine: Literal["auto", "embedded", "vllm"] = field(
         "auto",
@@ -184,8 +180,7 @@ class AlgorithmBase(SettingsSection):
 
     loss: str = field(
         "grpo",
-        "The loss, by name: `asyncrl explain NAME` has its formula and settings. Or `file.py:Class`, an `asyncrl.LossMethod` of "
-        "your own.",
+        "The loss, by name: `asyncrl explain NAME` has its formula and settings. Or `file.py:Class`, an `asyncrl.LossMethod`.",
         json_schema_extra={"enum": [*LOSSES]},
     )
     advantage: str = field(
@@ -198,7 +193,7 @@ class AlgorithmBase(SettingsSection):
     credit: Literal["episode", "discounted", "last_turn"] = field(
         "episode",
         "Episodes with several replies. episode: each reply has the advantage of the episode's reward. discounted: each reply has "
-        "the advantage of its return, compared with the same replies of the group. last_turn: only the last reply is trained.",
+        "the advantage of its return among the same replies of the group. last_turn: only the last reply is trained.",
     )
     discount: float = field(
         1.0, "Discount of later rewards (gamma) in the return of a reply, with credit=discounted.", ge=0, le=1
@@ -214,22 +209,22 @@ class AlgorithmBase(SettingsSection):
     )
     minibatches: int = field(
         1,
-        "Parts of a batch, with an optimizer step each, in every pass. A part has whole groups, in the order of their prompts, "
-        "and its loss is divided by the tokens or sequences of the part alone (verl: train_batch_size / ppo_mini_batch_size; TRL: "
-        "steps_per_generation / gradient_accumulation_steps). A last step with fewer groups than parts is dropped.",
+        "Parts of a batch, with an optimizer step each, in every pass (verl: train_batch_size / ppo_mini_batch_size; TRL: "
+        "steps_per_generation / gradient_accumulation_steps). A part has whole groups, in the order of their prompts, and its "
+        "loss is divided by its own tokens or sequences. A last step with fewer groups than parts is dropped.",
         ge=1,
     )
     router_replay: bool = field(
         False,
-        "Models with experts: the sampler records the experts of each token, prompt tokens too. The trainer uses the same "
-        "experts with its own router weights (R3), in training and in old log-probs, not in the reference. Trajectories of "
-        "other processes, and of your own environments, then need `routed_experts`.",
+        "Models with experts: the sampler records the experts of each token, prompt tokens too, and the trainer uses the same "
+        "experts with its own router weights (R3), in training and in old log-probs, not in the reference. Trajectories of other "
+        "processes and of your own environments then need `routed_experts`.",
     )
     mismatch_gate: Literal["auto"] | float | None = field(
         "auto",
-        "End the run before the optimizer step when the mean |trainer - sampler| log-prob of a step, over sequences sampled by "
-        "the version that trains them, exceeds this (nats). auto: 0.001, in bfloat16 0.1, and off if groups come from "
-        "outside (door.ring, Runtime.submit); null is off.",
+        "End the run before the optimizer step if the mean |trainer - sampler| log-prob of a step, in nats, over sequences of the "
+        "version that trains, exceeds this. auto: 0.001, in bfloat16 0.1, off for groups from outside (door.ring, Runtime.submit). "
+        "null: off.",
     )
 
     @field_validator("loss", "advantage")
@@ -267,8 +262,8 @@ class TrainConfig(SettingsSection):
     lr: float = field(1e-6, "Peak learning rate.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
         "constant",
-        "Schedule after the warm-up. The run ends at max_steps or max_epochs, whichever comes first; one step after its last step "
-        "the rate would be min_lr_ratio x lr, as in transformers.",
+        "Schedule after the warm-up. One step after the last step of max_steps or max_epochs, whichever comes first, the rate "
+        "would be min_lr_ratio x lr, as in transformers.",
     )
     warmup_steps: int = field(0, "Optimizer steps of linear warm-up; the first has rate 0, as in transformers.", ge=0)
     min_lr_ratio: float = field(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
@@ -286,17 +281,14 @@ class TrainConfig(SettingsSection):
     )
     skip_zero_advantage: bool = field(
         False,
-        "Do not run groups whose advantages are all 0. The gradient is the same: their tokens still count in N. "
-        "Means of metrics are then over the other groups.",
+        "Skip groups whose advantages are all 0. Their tokens count in N: the gradient is the same. Means are over other groups.",
     )
     gradient_checkpointing: bool = field(False, "Recompute activations in backward to save memory.")
     max_steps: int | None = field(None, "Steps to train: batches, each with one or more optimizer steps.", ge=1)
     max_epochs: float | None = field(None, "Passes over the training prompts.", gt=0)
-    time_limit_s: float | None = field(
-        None, "Stop after the step in progress once this many seconds have passed.", gt=0
-    )
+    time_limit_s: float | None = field(None, "Stop after the step in which this many seconds have passed.", gt=0)
     partial_final_step: bool = field(
-        True, "When the prompts run out: true trains a last step with fewer groups, false drops these groups."
+        True, "At the end of the prompts, train a last step with fewer groups, or drop them."
     )
 
 
@@ -306,8 +298,7 @@ class RolesConfig(SettingsSection):
 
     train: int | tuple[int, ...] | None = field(None, "Number of ranks that only train, or the ranks that train.")
     generate: int | tuple[int, ...] | None = field(
-        None,
-        "Number of ranks that only generate, or the ranks that generate; 0 or [] only with distributed.listen.",
+        None, "Number of ranks that only generate, or the ranks that generate; 0 or [] only with distributed.listen."
     )
 
 
@@ -319,21 +310,21 @@ class DistributedConfig(SettingsSection):
 
     sharding: Literal["replicate", "fsdp"] = field(
         "replicate",
-        "`replicate`: every rank holds all masters, gradients and optimizer state; gradients are summed once a step. `fsdp`: "
-        "each rank holds a part; weights are gathered and gradients summed once a step, or per microbatch if memory is short. "
-        "Left out, with several ranks on GPUs: fsdp if the state of `replicate` takes more than 70 % of a GPU.",
+        "replicate: each rank holds all masters, gradients and optimizer state; gradients are summed once a step. fsdp: each rank "
+        "holds a part; weights are gathered and gradients summed once a step, or per microbatch if memory is short. Left out, with "
+        "several ranks on GPUs: fsdp if the state of `replicate` takes more than 70 % of a GPU.",
     )
     roles: RolesConfig = RolesConfig()
     context: int = field(
         1,
-        "Ranks that train each sequence together, for sequences too long for one device: each rank computes a part of the tokens. "
-        "The training ranks form sets of this size, in order. This must divide the numbers of training ranks and attention heads.",
+        "Ranks that train each sequence together, if it is too long for one device: each computes a part of the tokens. Training "
+        "ranks form sets of this size, in order. This must divide the numbers of training ranks and attention heads.",
         ge=1,
     )
     listen: str | None = field(
         None,
-        "HOST:PORT, an address of the machine of rank 0: nodes that generate may join the run there, with `asyncrl join HOST:PORT` "
-        "and the secret ASYNCRL_SECRET. Port 0 is a free port. Left out: no node can join.",
+        "HOST:PORT, an address of rank 0's machine at which nodes that generate may join the run, with `asyncrl join HOST:PORT` "
+        "and the secret ASYNCRL_SECRET. Port 0: a free port. Left out: no node can join.",
     )
 
 
@@ -360,8 +351,7 @@ class CheckpointConfig(SettingsSection):
     every: int | None = field(None, "Write a checkpoint every n versions; left out: by time.", ge=1)
     every_s: float | None = field(
         600.0,
-        "If `every` is left out: during the training, write a checkpoint when this many seconds have passed since the last; null: "
-        "write only the last version.",
+        "If `every` is left out: seconds of training from one checkpoint to the next; null: only the last version is written.",
         gt=0,
     )
     keep: int = field(2, "Checkpoints kept; older ones are removed after a newer one is complete. 0 keeps all.", ge=0)
@@ -423,8 +413,7 @@ class RunConfig(SettingsSection):
     dir: LocalPath = field("runs", "The directory with the run directories.")
     overwrite: bool = field(
         False,
-        "At a job's first start: rename an existing run directory and start a new run. The newest two renamed directories "
-        "are kept. See `resume`.",
+        "At a job's first start: rename an existing run directory and start a new run. The newest two renamed ones are kept.",
     )
 
     @field_validator("name")
@@ -433,7 +422,7 @@ class RunConfig(SettingsSection):
         """Refuses an empty name (an unset variable), which would be the directory of all runs, and a path within another run."""
         if not name.strip() or name in (".", "..") or "/" in name or "\0" in name:
             raise ValueError(
-                "the name of one directory in run.dir, not empty and without a slash; set the parent in run.dir"
+                "the name of a directory in run.dir, not empty and without a slash; set the parent in run.dir"
             )
         return name
 
@@ -460,7 +449,7 @@ class Config(SettingsSection):
     seed: int = field(0, "Random numbers are derived from the seed and (group, member).", ge=0, le=2**64 - 1)
     resume: Literal["auto"] | bool = field(
         "auto",
-        "true: resume from the newest checkpoint, which checkpoints/latest of the run directory names. auto: resume if torchrun "
+        "true: resume from the newest checkpoint (checkpoints/latest of the run directory). auto: resume if torchrun "
         "(--max-restarts) or SLURM (requeue) starts the same job again, else start a new run. false: always a new run.",
     )
     threads: int | None = field(

@@ -29,8 +29,7 @@ class RewardFunctionConfig(_Scorer):
     name: str | None = field(None, "Name in metrics; default: the name of the function.")
     components: dict[str, float] = field(
         {},
-        "Name -> weight. The function returns a mapping with these names for each completion. Each is a component `NAME/name` of "
-        "the reward.",
+        "Name -> weight, if the function returns a mapping for each completion. Each is a component `NAME/name` of the reward.",
     )
 
 
@@ -74,8 +73,7 @@ class RewardModelConfig(_Scorer):
     label: int | None = field(None, "Index from 0 of the output that is the score; required for several outputs.", ge=0)
     max_tokens: int | None = field(
         None,
-        "Longest text, in tokens of the reward model; default: the limit in the model's configuration. A longer text is not cut: "
-        "`on_error` applies.",
+        "Longest text, in the model's tokens; default: the limit of its configuration. `on_error` applies to a longer text.",
         ge=1,
     )
 
@@ -85,13 +83,12 @@ class OverlongConfig(SettingsSection):
 
     cache: int | None = field(
         None,
-        "Soft overlong punishment (DAPO): the component `overlong` falls from 0 to -1 over the last n tokens before "
-        "max_length; null is off.",
+        "The component `overlong` falls from 0 to -1 over this many tokens before max_length; null is off.",
         ge=1,
     )
     max_length: int | None = field(
         None,
-        "Number of sampled tokens, over all requests of an episode, from which on `overlong` is -1. Default for single_turn: "
+        "`overlong` is -1 from this number of sampled tokens on, over all requests of an episode. Default for single_turn: "
         "rollout.max_tokens. Required for other environments and for groups of other processes.",
         ge=1,
     )
@@ -109,8 +106,7 @@ class TextConfig(SettingsSection):
     )
     opened: bool = field(
         False,
-        "The prompt may end with the start of the answer, such as <think> from a chat template: put that start in front of the "
-        "text. TRL does not (false).",
+        "Put the start of the answer that a chat template writes into the prompt, such as <think>, in front. TRL does not (false).",
     )
 
 
@@ -131,14 +127,13 @@ class RewardConfig(SettingsSection):
     )
     timeout_s: float = field(
         30.0,
-        "Deadline in seconds of one call, and of one request of a judge. After the deadline a coroutine is cancelled; for another "
-        "function the worker is killed.",
+        "Deadline in seconds of a call or a judge's request. A late coroutine is cancelled, the worker of a late function killed.",
         gt=0,
     )
     retries: int = field(
         2,
-        "Number of retries of an `async def` call that failed or missed its deadline, after about 1, 2, 4, ... seconds. A judge "
-        "retries each request by itself. Other functions are not retried, because they would fail again.",
+        "Retries of an `async def` call that failed or missed its deadline, after about 1, 2, 4, ... seconds, and of each request "
+        "of a judge. Other functions are not retried, because they would fail again.",
         ge=0,
     )
     on_error: Literal["fail", "none", "zero"] = field(
@@ -195,14 +190,12 @@ class DoorConfig(SettingsSection):
     )
     reconnect_s: float = field(
         30.0,
-        "Seconds that incomplete groups of an epoch are kept after the epoch's last producer has disconnected. A producer that "
-        "connects with the same epoch in this time can complete the groups.",
+        "Seconds in which a producer may connect again and complete the groups of its epoch, after the epoch's last producer left.",
         ge=0,
     )
     http_port: int | None = field(
         None,
-        "Serve Atropos' API on this port (extra [http]); 0: any free port. A machine has one port, whose groups are spread over "
-        "the rings of the machine's ranks.",
+        "Serve Atropos' API on this port of the machine (extra [http]), for the rings of all its ranks; 0: any free port.",
         ge=0,
         le=65535,
     )
@@ -240,8 +233,7 @@ class FilterConfig(SettingsSection):
 
     dynamic_sampling: bool = field(
         False,
-        "Drop groups without a learning signal (all rewards equal) and sample other groups instead (DAPO). The component "
-        "`overlong` does not count as a signal.",
+        "Replace groups without a learning signal (all rewards equal), as DAPO does. `overlong` does not count as a signal.",
     )
     min_mean_reward: float | None = field(
         None, "Drop and replace groups whose mean reward is below this: too hard to learn from."
@@ -265,8 +257,8 @@ class RolloutConfig(SettingsSection):
     groups_per_step: int = field(8, "Groups (prompts) per step, over all ranks.", ge=1)
     max_staleness: int | None = field(
         None,
-        "Largest age, in steps, at which a group may be trained. This is also the number of batches that are generated ahead "
-        "(prefetch_depth in axolotl and TRL). Presets sync, one_off, async: 0, 1, 2.",
+        "Largest age of a group at its training, in steps: the number of batches that are generated ahead (prefetch_depth in "
+        "axolotl and TRL). Presets sync, one_off, async: 0, 1, 2.",
         ge=0,
     )
     streaming: bool | None = field(
@@ -274,8 +266,8 @@ class RolloutConfig(SettingsSection):
     )
     weight_sync_interval: int = field(
         1,
-        "Send new weights to the engines every k steps. The age that max_staleness allows grows by k - 1. Evaluations and the end "
-        "of the run send weights earlier, and the count of k starts again.",
+        "Send new weights to the engines every k steps. The age that max_staleness allows grows by k - 1. An evaluation and the "
+        "end of the run send weights earlier.",
         ge=1,
     )
     sync_warmup_steps: int = field(
@@ -292,13 +284,13 @@ class RolloutConfig(SettingsSection):
     top_k: int = field(0, "Top-k filter; 0 is off.", ge=0)
     min_p: float = field(
         0.0,
-        "After top_k and top_p: exclude tokens whose probability is less than min_p times the largest probability; 0 is off.",
+        "After top_k and top_p: exclude tokens with less than min_p times the largest probability; 0 is off.",
         ge=0,
         le=1,
     )
     repetition_penalty: float = field(
         1.0,
-        "For tokens in the prompt or completion, divide positive logits by this and multiply negative logits by this; 1 is off.",
+        "For tokens of the prompt and completion, divide positive logits by this and multiply negative ones; 1 is off.",
         gt=0,
     )
     presence_penalty: float = field(
@@ -309,8 +301,8 @@ class RolloutConfig(SettingsSection):
     )
     logit_bias: dict[StrictInt | StrictStr, float] = field(
         {},
-        "Token -> number from -100 (practically never sampled) to 100 that is added to the token's logit, before the penalties. A "
-        "token is an id (a number, or a number in quotes as in OpenAI's API) or the text of a single token.",
+        "Token -> number from -100 (in practice never sampled) to 100 that is added to its logit, before the penalties. A token "
+        "is an id (a number, also in quotes as in OpenAI's API) or the text of a single token.",
     )
     bad_words: tuple[str, ...] = field(
         (),
@@ -319,7 +311,7 @@ class RolloutConfig(SettingsSection):
     )
     min_tokens: int = field(
         0,
-        "Shortest completion in tokens. In a shorter one, stop strings are ignored, and stop and end tokens are not sampled.",
+        "Shortest completion in tokens. Before, stop strings are ignored, and stop and end tokens are not sampled.",
         ge=0,
     )
     max_tokens: int = field(256, "Longest completion in tokens.", ge=1)
@@ -332,8 +324,8 @@ class RolloutConfig(SettingsSection):
     )
     max_context: int | None = field(
         None,
-        "Agents: most tokens of a request's prompt and reply together. A reply that reaches this ends with `length`, and a longer "
-        "prompt raises an EpisodeLimit. Default: data.max_prompt_tokens + rollout.max_tokens.",
+        "Agents: most tokens of a request's prompt and reply. A reply that reaches this ends with `length`; a longer prompt "
+        "raises an EpisodeLimit. Default: data.max_prompt_tokens + rollout.max_tokens.",
         ge=2,
     )
     max_turns: int | None = field(
@@ -341,7 +333,7 @@ class RolloutConfig(SettingsSection):
     )
     timeout_s: float = field(
         3600.0,
-        "Longest duration of an episode in seconds, with its retries and waits for the engine. A longer episode counts as failed.",
+        "Most seconds of an episode, with retries and waits for the engine. A longer episode counts as failed.",
         gt=0,
     )
     retries: int = field(
@@ -351,19 +343,18 @@ class RolloutConfig(SettingsSection):
     )
     keep_viable: bool = field(
         False,
-        "true: if a member of a group fails in all attempts, train the other members, if there are at least two. The members of a "
-        "group are then scored together. false: replace the whole group, because what remains may be a biased choice.",
+        "If a member fails in all attempts: true trains the other members, at least two, and scores the members of a group "
+        "together; false replaces the whole group, because what remains may be a biased choice.",
     )
     max_failed_groups: int | None = field(
         None,
-        "Most groups that may fail before the run ends; a failed group is replaced by another prompt. Default: a tenth of the "
-        "groups that were admitted, but at least groups_per_step.",
+        "Most failed groups before the run ends; each is replaced by another prompt. Default: a tenth of the admitted groups, at "
+        "least groups_per_step.",
         ge=0,
     )
     environment: LocalPath = field(
         "single_turn",
-        "`single_turn`, or `file.py:name` / `module:name` of a coroutine function `episode(task, policy)`, or of a class of an "
-        "Environment.",
+        "`single_turn`, or `file.py:name` / `module:name` of a coroutine function `episode(task, policy)` or an Environment class.",
     )
     tool_timeout_s: float = field(
         60.0, "Deadline of one call of a tool in seconds. After the deadline the model gets the text of an error.", gt=0
@@ -379,8 +370,7 @@ class RerollConfig(SettingsSection):
 
     start_fraction: float = field(
         1.0,
-        "Fraction of the run after which failed prompts are played again; 1: never. A prompt fails if all its completions fail, "
-        "also before that time.",
+        "Fraction of the run after which failed prompts are played again, also those that failed before; 1: never.",
         ge=0,
         le=1,
     )
@@ -394,9 +384,7 @@ class ReplayConfig(SettingsSection):
 
     size: int = field(
         0,
-        "Number of trained groups with a strong signal that each rank keeps, to replace groups without a signal; 0 is off.",
+        "Trained groups with a strong signal that each rank keeps, to replace groups without a signal; 0 is off.",
         ge=0,
     )
-    max_age: int = field(
-        8, "Largest age of a replayed token in policy versions. max_staleness does not apply to replayed groups.", ge=0
-    )
+    max_age: int = field(8, "Largest age of a replayed token in policy versions; max_staleness does not apply.", ge=0)

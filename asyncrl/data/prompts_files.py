@@ -116,9 +116,8 @@ def open_rows(file: str | os.PathLike[str]) -> PromptRows:
                 _check_shards(shards, str(path))
                 return _open_parquet(shards, str(path))
             raise DataError(
-                f"the prompt file {path} does not exist (looked from {Path.cwd()}); expected a {', '.join(ENDINGS)} "
-                "file, a directory of parquet files, one written by datasets.save_to_disk, or a data set of the hub "
-                "(org/name:split)"
+                f"the prompt file {path} does not exist (looked from {Path.cwd()}); expected a {', '.join(ENDINGS)} file, a "
+                "directory of parquet files, one written by datasets.save_to_disk, or a data set of the hub (org/name:split)"
             )
         if suffix == ".parquet":
             return _open_parquet([path], str(path))

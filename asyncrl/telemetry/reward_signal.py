@@ -34,8 +34,7 @@ WAITED = 0.25
 _ACROSS_GROUPS = ("none", "reinforce_pp", "gdpo")
 
 _FIRST_TOKEN_REASON = (
-    "every completion ends with its first token; see with `asyncrl prompts` whether the prompts end where an answer "
-    "begins"
+    "every completion ends with its first token; `asyncrl prompts` shows whether the prompts end where an answer begins"
 )
 
 Metrics = Mapping[str, float]

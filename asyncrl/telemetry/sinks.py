@@ -162,8 +162,7 @@ class WandbSink:
             )
         except wandb.errors.UsageError as error:  # no API key, and no terminal to ask for one
             raise ConfigError(
-                f"telemetry.sinks has 'wandb', and wandb refused to start: {error}. "
-                "Run `wandb login`, or set WANDB_MODE=offline."
+                f"telemetry.sinks has 'wandb', and wandb refused to start: {error}. Run `wandb login`, or set WANDB_MODE=offline."
             ) from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
