@@ -104,16 +104,12 @@ class CompletionText:
         self._keeps_special, self._keeps_stop, self._keeps_opening = special_tokens, stop, opened
         self._recorder = recorder
         self._special = special_ids(tokenizer)
-        self._has_text = _text_mask(tokenizer)
         self.turn = Turn.of(tokenizer, arguments or {})
         self._cached_generation_prompt = lru_cache(maxsize=256)(self._find_generation_prompt)  # a group has one prompt
 
     def __call__(self, generation: Generation, prompt_ids: Int32Array | None = None) -> str:
         """The text of a completion. `prompt_ids` [P]: the prompt. Without `prompt_ids` the text has no opening."""
         ids, stop = generation.token_ids.tolist(), generation.stop
-        if self._has_text is not None:
-            has_text = self._has_text[np.minimum(generation.token_ids, self._has_text.size - 1)]
-            self._count("ids_without_text", int((~has_text).sum()))
         if generation.finish_reason is FinishReason.STOP and stop is None and ids:
             is_special = ids[-1] in self._special
             if is_special or not self._keeps_stop:
@@ -181,20 +177,9 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(getattr(tokenizer, "all_special_ids", ())) | {i for i, token in added if token.special}
 
 
-def _text_mask(tokenizer: Any) -> Any:
-    """[largest id + 2] bool: whether an id has a token; the last value is for all larger ids. None without `get_vocab`."""
-    ids = list(tokenizer.get_vocab().values()) if hasattr(tokenizer, "get_vocab") else []
-    if not ids:
-        return None
-    has_text = np.zeros(max(ids) + 2, np.bool_)
-    has_text[ids] = True
-    return has_text
-
-
-def notes(config: Config, tokenizer: Any, ends: Collection[int], vocabulary: int) -> tuple[list[str], list[str]]:
-    """(warnings of completions without an end, warnings of missing text), for the start of a run.
-
-    `ends`: ids that end a completion. `vocabulary`: rows of the model's embedding."""
+def notes(config: Config, tokenizer: Any, ends: Collection[int]) -> tuple[list[str], list[str]]:
+    """(warnings of completions without an end, warnings of missing text), for the start of a run. `ends`: ids that end a
+    completion."""
     rollout, turn = config.rollout, Turn.of(tokenizer, config.data.chat_template_kwargs)
     endless, missing = [], []
     fix = "set rollout.stop_token_ids, or eos_token_id in the model's generation_config"
@@ -214,14 +199,6 @@ def notes(config: Config, tokenizer: Any, ends: Collection[int], vocabulary: int
                 f"the chat template ends turns with {(special or [turn.closing])[0]!r}, which ends no completion (tokens that "
                 f"end a completion: {end_texts}), so the model continues after its turn; {fix}"
             )
-    has_text = _text_mask(tokenizer)
-    unknown = [] if has_text is None else [i for i in range(vocabulary) if i >= has_text.size or not has_text[i]]
-    if unknown:
-        has_gaps = unknown[-1] - unknown[0] >= len(unknown)
-        missing.append(
-            f"the model's vocabulary has {len(unknown)} rows more than the tokenizer has tokens: "
-            f"{'some ids from' if has_gaps else 'ids'} {unknown[0]} to {unknown[-1]} have no text"
-        )
     if turn.opening.strip() and not config.reward.text.opened and config.data.template != "raw":
         missing.append(
             f"the chat template writes {turn.opening.strip()!r} into the prompt, so the text for rewards lacks these characters "

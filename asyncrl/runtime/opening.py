@@ -106,8 +106,7 @@ async def _open_journal(run: OpenRun, notes: list[str]) -> None:
     if policy is not None:
         stops = sampling_params(config.rollout, run.tokenizer).stop_token_ids
         end_ids = (*eos_token_ids(policy.module, run.tokenizer), *stops)
-        vocabulary = int(policy.config.get_text_config().vocab_size)
-        journal.missing_end_notes, missing_text_notes = text_notes(config, run.tokenizer, end_ids, vocabulary)
+        journal.missing_end_notes, missing_text_notes = text_notes(config, run.tokenizer, end_ids)
         notes = [*notes, *journal.missing_end_notes, *missing_text_notes]
     for line in notes:
         journal.live.note(f"note: {line}")

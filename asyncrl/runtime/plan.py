@@ -140,9 +140,8 @@ def _text_notes(config: Config) -> list[str]:
     from asyncrl.models.loading import describe_module, load_tokenizer_of
 
     module, tokenizer = describe_module(config.model), load_tokenizer_of(config.model)
-    vocabulary = int(module.config.get_text_config().vocab_size)
     end_ids = {*eos_token_ids(module, tokenizer), *sampling_params(config.rollout, tokenizer).stop_token_ids}
-    missing_end_notes, missing_text_notes = notes(config, tokenizer, end_ids, vocabulary)
+    missing_end_notes, missing_text_notes = notes(config, tokenizer, end_ids)
     return missing_end_notes + missing_text_notes
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .recorder import Recorder
+from .recorder import REMOTE_DELAY_S, Recorder
 from .samples import Samples
 
 
@@ -34,7 +34,7 @@ def add_parcel(recorder: Recorder, parcel: Mapping[str, Any], lane: str) -> None
     for name, start, end in parcel["busy"]:
         recorder.add_remote_busy(lane, name, start, end)
     for cause, start, end in parcel["idle"]:
-        recorder.add_remote_idle(lane, cause, start, end)
+        recorder.idle(cause, start + REMOTE_DELAY_S, end + REMOTE_DELAY_S, lane)
     for name, value in parcel["counts"].items():
         recorder.count(name, value)
     for name, state in parcel["samples"].items():

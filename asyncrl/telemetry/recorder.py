@@ -186,7 +186,7 @@ class Recorder:
         if submitted is not None:
             now = self.clock()
             idle_since = max(submitted, self._lane_end.get(lane, submitted))
-            self._add_idle("handoff", lane, idle_since, now)
+            self.idle("handoff", idle_since, now, lane)
             self.observe("lane/handoff_ms", 1e3 * max(0.0, now - idle_since))
         if (device := self._devices.get(lane)) is not None:
             return DeviceSpan(self, name, lane, device)
@@ -195,7 +195,7 @@ class Recorder:
     def lane_resumed(self, lane: str, ended: float) -> None:
         """Call this when the caller of a closure resumes. The time since `ended`, the closure's end, has the cause `loop`."""
         now = self.clock()
-        self._add_idle("loop", lane, ended, now)
+        self.idle("loop", ended, now, lane)
         self.observe("lane/resume_ms", 1e3 * max(0.0, now - ended))
 
     def work(self, who: str, what: str, **args: Any) -> Span:
@@ -231,9 +231,11 @@ class Recorder:
                 self._close_wait(self._user_wait)
                 self._user_wait = None
 
-    def idle(self, cause: Cause, start: float, end: float) -> None:
-        """Record an interval of idle time of all lanes, after the interval has ended."""
-        self._add_idle(cause, None, start, end)
+    def idle(self, cause: str, start: float, end: float, lane: str | None = None) -> None:
+        """Record an interval of idle time of a lane, or of all lanes, after the interval has ended."""
+        if end > start:
+            with self._lock:
+                self._store(self._idle, Interval(cause, lane, start, end))
 
     def active_waits(self) -> list[Wait]:
         """All waits that are open now, the longest first."""
@@ -380,10 +382,6 @@ class Recorder:
             self._store(self._busy, Interval(name, lane, start + REMOTE_DELAY_S, end + REMOTE_DELAY_S))
         self._add_event("X", name, LANE_PREFIX + lane, start, end - start, None)
 
-    def add_remote_idle(self, lane: str, cause: str, start: float, end: float) -> None:
-        """Add idle time of a lane of another process, shifted as in `add_remote_busy`."""
-        self._add_idle(cause, lane, start + REMOTE_DELAY_S, end + REMOTE_DELAY_S)
-
     # ---- private
 
     def _reset_metrics(self) -> None:
@@ -397,12 +395,6 @@ class Recorder:
                 self._events.append(event)
             else:
                 self.dropped_events += 1
-
-    def _add_idle(self, cause: str, lane: str | None, start: float, end: float) -> None:
-        if end <= start:
-            return
-        with self._lock:
-            self._store(self._idle, Interval(cause, lane, start, end))
 
     def _store(self, intervals: list[Interval], interval: Interval) -> None:
         # Bounds the memory of a run that never takes its windows.

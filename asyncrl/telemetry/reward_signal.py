@@ -23,7 +23,6 @@ LACKING: Mapping[str, tuple[str, str]] = {
     ),
     "text/stops_left_out": ("the stop string or token that ended {} completions", "reward.text.stop=true keeps it"),
     "text/special_tokens_left_out": ("{} special tokens", "reward.text.special_tokens=true keeps them"),
-    "text/ids_without_text": ("{} sampled ids that are no token of the tokenizer", "`completion_ids` has them"),
 }
 _MOST_WARNINGS = 100  # in a report
 # A warning comes after this many steps in a row, and again at every doubling.

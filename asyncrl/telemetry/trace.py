@@ -16,8 +16,6 @@ import orjson
 from .recorder import LANE_PREFIX, Recorder
 from .records import TraceEvent
 
-_CHUNK = 4096  # events per write
-
 
 def assign_rows(events: Iterable[TraceEvent]) -> dict[int, int]:
     """Row numbers for the spans of one track, by `id(event)`.
@@ -105,14 +103,8 @@ def _write(
     with partial.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","otherData":' + orjson.dumps(other) + b',"traceEvents":[\n')
         file.write(b",\n".join(dump(entry) for entry in metadata))
-        lines: list[bytes] = []
         for entry in entries:
-            lines.append(dump(entry))
-            if len(lines) >= _CHUNK:
-                file.write(b",\n" + b",\n".join(lines))
-                lines = []
-        if lines:
-            file.write(b",\n" + b",\n".join(lines))
+            file.write(b",\n" + dump(entry))
         file.write(b"\n]}\n")
     os.replace(partial, path)
 

@@ -171,13 +171,11 @@ def test_the_turns_of_published_templates(name: str, opening: str, ends: str) ->
     assert turn.head + turn.opening == ready.removeprefix(bare)
 
 
-def said_at_start(
-    tokenizer: Any, *overrides: str, ends: Any = None, vocabulary: int = 0
-) -> tuple[list[str], list[str]]:
+def said_at_start(tokenizer: Any, *overrides: str, ends: Any = None) -> tuple[list[str], list[str]]:
     config = load_config([], ["model.path=m", *overrides])
     module = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ends))
     stops = sampling_params(config.rollout, tokenizer).stop_token_ids
-    return notes(config, tokenizer, (*eos_token_ids(module, tokenizer), *stops), vocabulary)
+    return notes(config, tokenizer, (*eos_token_ids(module, tokenizer), *stops))
 
 
 @pytest.mark.parametrize(
@@ -199,19 +197,6 @@ def test_a_template_whose_turns_end_otherwise_is_named(
 ) -> None:
     endless, _ = said_at_start(make(characters, eos=eos), *overrides, ends=ends)
     assert words in "".join(endless) and len(endless) == bool(words)
-
-
-def test_ids_without_a_token_are_named_and_counted() -> None:
-    tokenizer = make(characters)
-    rows = len(tokenizer) + 64
-    [line] = said_at_start(tokenizer, vocabulary=rows)[1]
-    assert line.startswith("the model's vocabulary has 64 rows more than the tokenizer has tokens")
-    assert f"ids {len(tokenizer)} to {rows - 1} have no text" in line
-    recorder = Recorder()
-    text = CompletionText(tokenizer, recorder=recorder)
-    ids = [*tokenizer.encode("it", add_special_tokens=False), len(tokenizer), rows - 1]
-    assert text(generation(ids, reason=FinishReason.LENGTH)) == "it"
-    assert recorder.drain() == {"text/ids_without_text": 2.0}
 
 
 def test_stop_tokens_by_id_and_by_text() -> None:

@@ -428,9 +428,9 @@ def test_what_texts_lack_is_said_once_with_its_count() -> None:
     assert list(lacking_note(GOOD, said)) == []
     [line] = lacking_note(GOOD | {"text/special_tokens_left_out": 98.0}, said)
     assert "98 special tokens (reward.text.special_tokens=true" in line
-    [line] = lacking_note(GOOD | {"text/special_tokens_left_out": 9.0, "text/ids_without_text": 5.0}, said)
-    assert "5 sampled ids" in line and "special tokens" not in line
-    assert list(lacking_note(GOOD | {"text/ids_without_text": 6.0}, said)) == []
+    [line] = lacking_note(GOOD | {"text/special_tokens_left_out": 9.0, "text/stops_left_out": 5.0}, said)
+    assert "ended 5 completions" in line and "special tokens" not in line
+    assert list(lacking_note(GOOD | {"text/stops_left_out": 6.0}, said)) == []
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,6 @@ def test_steps_that_wait_for_rewards_are_said(queued: float, words: str) -> None
         (ZERO | {"text/openings_left_out": 8.0}, "chat template opens in the prompt, such as <think>, of 8 completions"),
         (ZERO | {"text/stops_left_out": 7.0}, "the stop string or token that ended 7 completions (reward.text.stop=true"),
         (ZERO | {"text/special_tokens_left_out": 6.0}, "lacks 6 special tokens"),
-        (ZERO | {"text/ids_without_text": 5.0}, "lacks 5 sampled ids that are no token of the tokenizer"),
         (ZERO | {"text/stops_left_out": 7.0, "completions/clipped_ratio": 0.9}, "the end of an answer: raise it, or"),
         (ZERO | {"text/stops_left_out": 7.0, "completions/clipped_ratio": 0.9}, "; or the text that the functions read"),
         (ZERO, "every reward was 0 for 3 steps in a row, so nothing is learned from them; likely reason: the prompts are too"),
