@@ -31,7 +31,7 @@ from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.live import LiveView
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import write_report
-from asyncrl.telemetry.reward_signal import SignalWatch, WaitWatch, lacking_note, warnings
+from asyncrl.telemetry.reward_signal import SignalWatch, lacking_note, warnings
 from asyncrl.telemetry.rollouts import Decode, RolloutWriter
 from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
@@ -79,7 +79,6 @@ class Journal:
         self._signal = SignalWatch(
             config.algorithm.advantage, config.rollout.group_size, completions_should_end=not config.rollout.ignore_eos
         )
-        self._waits = WaitWatch(config.reward.workers, config.reward.concurrency)
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
         # (version, metrics) of the newest lines.
         self.history: deque[tuple[int, dict[str, float]]] = deque(maxlen=HISTORY)
@@ -192,7 +191,6 @@ class Journal:
             self.live.step(version, line)
             for text in (*warnings(line, self.missing_end_notes), *lacking_note(line, self._warned)):
                 self.warn(text)
-            self.warn(self._waits.step(line))
         else:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
 
@@ -204,9 +202,9 @@ class Journal:
             line = self.history.pop()[1] | line
         self.history.append((version, line))
 
-    def warn(self, text: str | None) -> None:
+    def warn(self, text: str) -> None:
         """Print a warning in the live view, or log it if the view is off. Ranks that write no files print nothing."""
-        if text is None or self._directory is None:
+        if self._directory is None:
             return
         if self._config.telemetry.live == "off":
             logger.warning("%s", text.removeprefix("warning: "))

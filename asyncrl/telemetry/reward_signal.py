@@ -1,9 +1,12 @@
-"""Counts steps whose rewards teach nothing, and warns with a likely reason.
+"""Counts steps in a row, the present one included, that something is wrong with, and warns with a likely reason.
 
-`reward/steps_without_signal` counts steps in a row, the present one included, in which no completion had a reward, all rewards were
-equal, or (if advantages compare a group) no group had two different rewards. The reason comes from the metrics of the
-step, so the report finds the same reason later. A run adds reasons that it found at its start. `completions/steps_clipped` counts
-steps in a row in which almost every completion was cut.
+* `reward/steps_without_signal`: no completion had a reward, all rewards were equal, or (if advantages compare a group) no group had
+  two different rewards.
+* `completions/steps_clipped`: almost every completion was cut.
+* `time/reward_steps`: the device waited for reward functions.
+
+The reason comes from the metrics of the step, so the report finds the same reason later. A run adds reasons that it found at its
+start.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 COUNT = "reward/steps_without_signal"
 CLIPPED = "completions/steps_clipped"
+WAITED = "time/reward_steps"
 # A `completions/clipped_ratio` of at least this is worth a warning, also where rewards differ.
 LARGE_CLIPPED_RATIO = 0.9
 # Metrics that count what the texts of completions lack -> (what is missing, what to do). See data/texts.py.
@@ -27,8 +31,8 @@ LACKING: Mapping[str, tuple[str, str]] = {
 _MOST_WARNINGS = 100  # in a report
 # A warning comes after this many steps in a row, and again at every doubling.
 FIRST = 3
-# A warning comes if the device waited for rewards for at least this share of the step.
-WAITED = 0.25
+# An `idle/reward` of at least this is worth a warning.
+LARGE_WAIT = 0.25
 # Advantages that may differ from 0 in a group of equal rewards: they use raw rewards, the whole step, or components.
 _ACROSS_GROUPS = ("none", "reinforce_pp", "gdpo")
 
@@ -46,7 +50,7 @@ class SignalWatch:
     def __init__(self, advantage: str, group_size: int, completions_should_end: bool = True) -> None:
         self._within_groups = group_size > 1 and advantage not in _ACROSS_GROUPS
         self._completions_should_end = completions_should_end
-        self._flat_steps = self._clipped_steps = 0
+        self._flat_steps = self._clipped_steps = self._waiting_steps = 0
 
     def step(self, metrics: Metrics) -> dict[str, float]:
         """The counts after this step; empty if the step trained no completion."""
@@ -58,7 +62,9 @@ class SignalWatch:
         self._flat_steps = self._flat_steps + 1 if flat else 0
         clipped = self._completions_should_end and metrics.get("completions/clipped_ratio", 0.0) >= LARGE_CLIPPED_RATIO
         self._clipped_steps = self._clipped_steps + 1 if clipped else 0
-        return {COUNT: float(self._flat_steps), CLIPPED: float(self._clipped_steps)}
+        self._waiting_steps = self._waiting_steps + 1 if metrics.get("idle/reward", 0.0) >= LARGE_WAIT else 0
+        steps = {COUNT: self._flat_steps, CLIPPED: self._clipped_steps, WAITED: self._waiting_steps}
+        return {name: float(count) for name, count in steps.items()}
 
 
 def warnings(metrics: Metrics, known: Sequence[str] = ()) -> Iterator[str]:
@@ -109,7 +115,21 @@ def _describe_clipped(metrics: Metrics, known: Sequence[str] = ()) -> str:
     return f"for {metrics[CLIPPED]:.0f} steps in a row {_describe_share_cut(metrics, known)}"
 
 
-_DESCRIBED = {COUNT: describe, CLIPPED: _describe_clipped}
+def _describe_waited(metrics: Metrics, known: Sequence[str] = ()) -> str:
+    queued = metrics.get("time/reward_queue", 0.0) > metrics.get("time/reward", 0.0) / 10
+    advice = (
+        "calls wait for a worker: raise reward.workers, or for `async def` functions reward.concurrency"
+        if queued
+        else "no call waits for a worker, so the functions themselves take that long: make them faster, or let more groups be "
+        "under way (rollout.max_staleness, rollout.groups_per_step)"
+    )
+    return (
+        f"for {metrics[WAITED]:.0f} steps in a row the device stood still for rewards, {metrics['idle/reward']:.0%} of the last "
+        f"step's {metrics['time/step']:.1f} s; {advice}"
+    )
+
+
+_DESCRIBED = {COUNT: describe, CLIPPED: _describe_clipped, WAITED: _describe_waited}
 
 
 def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:
@@ -150,33 +170,6 @@ def _fallback(metrics: Metrics) -> str:
     if metrics["reward/max"] > 0:
         return f"the prompts are solved already, or the function gives the same reward for every text{advice}"
     return f"the prompts are too hard, or the function expects another form of the answer{advice}"
-
-
-class WaitWatch:
-    """Warns if the device waits for reward functions, after `FIRST` steps in a row and at every doubling."""
-
-    def __init__(self, workers: int, concurrency: int) -> None:
-        concurrency_setting = f"for `async def` functions reward.concurrency ({concurrency} now)"
-        self._settings_to_raise = f"reward.workers ({workers} now), or {concurrency_setting}"
-        self._count = 0
-
-    def step(self, metrics: Metrics) -> str | None:
-        """The warning after this step, if there is one. Call it for every step, in order."""
-        share = metrics.get("idle/reward", 0.0)
-        self._count = self._count + 1 if share >= WAITED else 0
-        if not _is_due(self._count):
-            return None
-        queued = metrics.get("time/reward_queue", 0.0) > metrics.get("time/reward", 0.0) / 10
-        advice = (
-            f"calls wait for a worker: raise {self._settings_to_raise}"
-            if queued
-            else "no call waits for a worker, so the functions themselves take that long: make them faster, or let more groups be "
-            "under way (rollout.max_staleness, rollout.groups_per_step)"
-        )
-        return (
-            f"warning: for {self._count} steps in a row the device stood still for rewards, {share:.0%} of the last step's "
-            f"{metrics['time/step']:.1f} s; {advice}"
-        )
 
 
 class Warnings:

@@ -21,7 +21,7 @@ from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.curves import MOST_NAMES, Curves
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import collect, render, write_report
-from asyncrl.telemetry.reward_signal import CLIPPED, COUNT, SignalWatch, WaitWatch, describe, lacking_note, warnings
+from asyncrl.telemetry.reward_signal import CLIPPED, COUNT, WAITED, SignalWatch, describe, lacking_note, warnings
 from asyncrl.telemetry.trace import write_trace
 
 EVIL = "</script><script>alert('</pre>')</script><img src=x onerror=alert(1)> & @DATA@ \u2028"
@@ -433,20 +433,16 @@ def test_what_texts_lack_is_said_once_with_its_count() -> None:
     assert list(lacking_note(GOOD | {"text/stops_left_out": 6.0}, said)) == []
 
 
-@pytest.mark.parametrize(
-    ("queued", "words"), [(9.0, "raise reward.workers (1 now), or"), (0.0, "the functions themselves")]
-)
+@pytest.mark.parametrize(("queued", "words"), [(9.0, "raise reward.workers, or"), (0.0, "the functions themselves")])
 def test_steps_that_wait_for_rewards_are_said(queued: float, words: str) -> None:
-    watch = WaitWatch(workers=1, concurrency=64)
-    slow = {"idle/reward": 0.62, "time/step": 4.0, "time/reward": 20.0, "time/reward_queue": queued}
-    lines = [watch.step(slow) for _ in range(7)]
+    watch = SignalWatch("grpo", 4)
+    slow = GOOD | {"idle/reward": 0.62, "time/step": 4.0, "time/reward": 20.0, "time/reward_queue": queued}
+    lines = [list(warnings(slow | watch.step(slow))) for _ in range(7)]
     assert [step for step, line in enumerate(lines, 1) if line] == [3, 6]
-    said = str(lines[2])
-    assert (
-        "for 3 steps in a row the device stood still for rewards, 62% of the last step's 4.0 s" in said
-        and words in said
-    )
-    assert watch.step({"idle/reward": 0.1}) is watch.step(slow) is None  # it counts anew
+    [said] = lines[2]
+    assert "for 3 steps in a row the device stood still for rewards, 62% of the last step's 4.0 s" in said
+    assert words in said
+    assert [watch.step(step)[WAITED] for step in (slow | {"idle/reward": 0.1}, slow)] == [0, 1]
 
 
 @pytest.mark.parametrize(
