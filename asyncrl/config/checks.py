@@ -331,24 +331,16 @@ def _check_parts(config: Config) -> Iterator[str]:
 
 
 def _check_deadlines(config: Config) -> Iterator[str]:
-    watchdog = config.watchdog
-    if watchdog.stall_timeout_s <= watchdog.interval_s:
-        yield (
-            f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than watchdog.interval_s = "
-            f"{watchdog.interval_s}; raise the first or lower the second"
-        )
-    reward = config.reward
-    if reward.functions and watchdog.stall_timeout_s <= reward.timeout_s:
-        yield (
-            f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than reward.timeout_s = "
-            f"{reward.timeout_s}: one slow reward would end the run as stalled"
-        )
-    if reward.judge and watchdog.stall_timeout_s <= reward.judge_deadline_s:
-        yield (
-            f"watchdog.stall_timeout_s is {watchdog.stall_timeout_s}; expected more than {reward.judge_deadline_s:g}, the time of "
-            "all tries of a judge with a minute between two (reward.timeout_s, reward.retries): a slow judge would end the run as "
-            "stalled"
-        )
+    stall, reward = config.watchdog.stall_timeout_s, config.reward
+    limits = [("watchdog.interval_s", config.watchdog.interval_s, "raise the first or lower the second")]
+    if reward.functions:
+        limits.append(("reward.timeout_s", reward.timeout_s, "one slow reward would end the run as stalled"))
+    if reward.judge:
+        tries = "the time of all tries of a judge with a minute between two (reward.timeout_s, reward.retries)"
+        limits.append((tries, reward.judge_deadline_s, "a slow judge would end the run as stalled"))
+    for name, limit, reason in limits:
+        if stall <= limit:
+            yield f"watchdog.stall_timeout_s is {stall}; expected more than {name} = {limit:g}: {reason}"
 
 
 def _check_ranks(config: Config, world_size: int) -> list[str]:

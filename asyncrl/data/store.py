@@ -84,7 +84,7 @@ class StoreStatistics(NamedTuple):
 
 
 class Store:
-    """The rows of all groups: see the module docstring. A context manager that closes the store."""
+    """The rows of all groups: see the module docstring."""
 
     def __init__(self, recorder: Recorder | None = None, *, required: Sequence[str] = (REWARDS,)) -> None:
         """`recorder`: gets `queue/store/depth`. `required`: a group is ready if all of these columns are written."""
@@ -99,12 +99,6 @@ class Store:
         self._held.clear()
         self._ready.clear()
         self._count(-self._rows)
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def put(self, group: Group, leases: Sequence[Lease] = ()) -> Group:
         """Store the rows of a whole group. Returns the stored group. With `leases` arrays are not copied.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from importlib import import_module
 from itertools import cycle
@@ -71,7 +72,7 @@ async def open_ports(run: OpenRun) -> None:
     trainer, engine, sinks = await (_open_dry(run) if dry else _open_real(run))
     gather = await _open_gather(run)
     environment, reward = await _environment_and_rewards(run, pool, trainer, engine)
-    store = stack.enter_context(Store(run.recorder))
+    store = stack.enter_context(closing(Store(run.recorder)))
     replay, method_settings = config.replay, flat_values(config.algorithm)
     score_groups = _scores_groups(config, environment, pool)
     run.ports = Ports(

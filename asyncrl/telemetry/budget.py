@@ -95,11 +95,6 @@ def _seconds_by_code(
     return np.bincount(code_between_edges, weights=np.diff(edges), minlength=count)
 
 
-def budget(window: Window) -> list[LaneBudget]:
-    """One budget for each lane of the window."""
-    return [lane_budget(window, lane) for lane in window.lanes]
-
-
 def sum_budgets(budgets: Sequence[LaneBudget], lane: str) -> LaneBudget:
     """The sum of budgets of several windows or lanes. `lane`: the name in the result."""
     busy, idle = Counter[str](), Counter[str]()
@@ -130,7 +125,7 @@ class RunBudget:
 
     def step(self, window: Window) -> dict[str, float]:
         """Add one window. Returns the metrics of that window alone."""
-        budgets = budget(window)
+        budgets = [lane_budget(window, lane) for lane in window.lanes]
         for added in budgets:
             lane = added.lane
             self._lanes[lane] = sum_budgets([self._lanes[lane], added], lane) if lane in self._lanes else added

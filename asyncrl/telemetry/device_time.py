@@ -4,7 +4,7 @@
     later            query(), and if it is True elapsed_time()  at the begin of the next closure and at `Recorder.take_window`
 
 * Only `finish` waits for the end of work. Pairs of events are resolved in the order of their closures. Their events are reused.
-  If `MAX_PENDING` pairs are unresolved, or after an error of the device, further closures count with the host's time.
+  After an error of the device, further closures count with the host's time.
 * A closure counts as busy from the end of all earlier work to the end of its last kernel, but never before the host starts it. Gaps
   between its kernels count as busy. Work on a stream that the lane's stream does not wait for is not seen.
 * Only the lane's thread records. While a closure runs no other thread queries, because a query may break a capture of a CUDA graph.
@@ -22,9 +22,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-MAX_PENDING = 1024
 # Seconds that `finish` waits for a device, which may hang.
 FINISH_S = 5.0
 
@@ -42,14 +42,15 @@ class DeviceEvent(Protocol):
         """Milliseconds on the device from this event to `end`. Both must be completed."""
 
 
+@dataclass(slots=True)
 class EventPair:
     """The events of one closure, and the host's times of its start and its end, each before the event's `record`."""
 
-    __slots__ = ("begin", "end", "ended", "name", "started")
-
-    def __init__(self, name: str, begin: DeviceEvent, end: DeviceEvent, started: float) -> None:
-        self.name, self.begin, self.end, self.started = name, begin, end, started
-        self.ended = started
+    name: str
+    begin: DeviceEvent
+    end: DeviceEvent
+    started: float
+    ended: float
 
 
 class DeviceTimes:
@@ -80,7 +81,7 @@ class DeviceTimes:
         with self._lock:
             self._resolve()
             self._in_closure = True
-            if self._failed or len(self._pending) >= MAX_PENDING:
+            if self._failed:
                 return
             is_empty = not self._pending
             begin, end = (self._free.pop() if self._free else self._new_event() for _ in range(2))
@@ -93,7 +94,7 @@ class DeviceTimes:
         with self._lock:
             if is_empty:
                 self._former, self._reference = self._reference, (begin, at)
-            self._running = EventPair(name, begin, end, started)
+            self._running = EventPair(name, begin, end, started, started)
             self._pending.append(self._running)
 
     def end(self) -> bool:

@@ -133,8 +133,9 @@ def test_a_lease_that_cannot_be_ended_keeps_no_other_one() -> None:
 
 def test_a_closed_store_holds_nothing_and_ends_no_lease() -> None:
     lease = Counted()
-    with Store() as store:
-        put_and_score(store, 1, 2, leases=[lease])
+    store = Store()
+    put_and_score(store, 1, 2, leases=[lease])
+    store.close()
     assert store.statistics() == (0, 0) and ready(store) == [] and 1 not in store and lease.ended == 0
 
 

@@ -110,8 +110,7 @@ def test_a_group_of_trees_arrives_is_replayed_and_is_stored_as_it_left(seed: int
     buffer, restored = ReplayBuffer(2, 10), ReplayBuffer(2, 10)
     buffer.add(group, [1.0, -1.0, 0.0])
     restored.load(orjson.loads(orjson.dumps(encode(buffer.snapshot()))))
-    with Store() as store:
-        stored = store.put(group)
+    stored = Store().put(group)
     for found in (decode_group(encode_group(group, 0), group.ticket, 0), stored, restored.snapshot()[0].group):
         for a, b in zip(members, found.trajectories, strict=True):
             assert same_trajectory(a, b)

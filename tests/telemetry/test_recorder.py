@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.telemetry.budget import RunBudget, budget, budget_metrics, lane_budget, sum_budgets
+from asyncrl.telemetry.budget import RunBudget, budget_metrics, lane_budget, sum_budgets
 from asyncrl.telemetry.parcels import add_parcel, take_parcel
 from asyncrl.telemetry.recorder import REMOTE_DELAY_S, Recorder
 from asyncrl.telemetry.records import CAUSES, Interval, Window
@@ -323,7 +323,7 @@ def test_two_lanes_give_means_and_their_own_numbers() -> None:
     two = window(
         busy=[Interval("decode", "gen", 0.0, 10.0)], idle=[Interval("group", None, 0.0, 10.0)], lanes=("gen", "train")
     )
-    metrics = budget_metrics(budget(two))
+    metrics = RunBudget().step(two)
     assert metrics["busy/decode"] == metrics["idle/group"] == 0.5
     assert metrics["busy/gen/decode"] == metrics["idle/train/group"] == 1.0
     assert metrics["idle/unexplained"] == 0.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from typing import Any, Literal, cast
 
 import anyio
@@ -101,7 +101,7 @@ class Way:
         books = Reservation(rollout.groups_per_step, turns_bound(config), rollout.late)
         ledger = LocalLedger(books, self.recorder)
         self._ledger = await self._stack.enter_async_context(ledger)
-        self._store = self._stack.enter_context(Store(self.recorder))
+        self._store = self._stack.enter_context(closing(Store(self.recorder)))
         ports = Ports(
             config=config,
             recorder=self.recorder,
