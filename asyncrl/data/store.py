@@ -8,8 +8,8 @@ A row is a trajectory. A column holds one value per row. Stages of the run write
 `TURN_ADVANTAGES`, `REFERENCE` and `OLD`.
 
 Guarantees
-* A group is ready as soon as its rows have every required column. `ready` lists groups in the order in which they became
-  ready. The groups of an aborted step are ready again, behind the other ready groups.
+* A group is ready as soon as its rows have rewards. `ready` lists groups in the order in which they became ready. The groups of
+  an aborted step are ready again, behind the other ready groups.
 * `put` and `score` copy arrays, because a caller may write to them later. Arrays with a lease are not copied: they are views
   of shared memory, and the lender does not change this memory before the release of the lease.
 * `clear` removes the rows and columns of a group, and releases its leases.
@@ -86,10 +86,9 @@ class StoreStatistics(NamedTuple):
 class Store:
     """The rows of all groups: see the module docstring."""
 
-    def __init__(self, recorder: Recorder | None = None, *, required: Sequence[str] = (REWARDS,)) -> None:
-        """`recorder`: gets `queue/store/depth`. `required`: a group is ready if all of these columns are written."""
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        """`recorder`: gets `queue/store/depth`."""
         self._recorder = recorder
-        self._required = frozenset(required)
         self._held: dict[int, Rows] = {}  # by group id
         self._ready: dict[int, Ticket] = {}  # by group id, in the order of `ready`
         self._rows = 0
@@ -141,7 +140,6 @@ class Store:
             found = f"{len(values)} values of {column} for {members} members"
             raise DataError(f"group {group_id}: {found}; give one value per member")
         rows.columns[column] = values
-        self._update_ready(rows)
 
     def ready(self) -> list[Ticket]:
         """Tickets of the groups that are ready and not claimed, in the order in which they became ready."""
@@ -190,7 +188,7 @@ class Store:
         return StoreStatistics(self._rows, claimed)
 
     def _update_ready(self, rows: Rows) -> None:
-        if not rows.claimed and self._required <= rows.columns.keys():
+        if not rows.claimed and REWARDS in rows.columns:
             self._ready.setdefault(rows.group_id, rows.group.ticket)
 
     def _count(self, change: int) -> None:

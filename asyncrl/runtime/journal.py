@@ -233,7 +233,7 @@ class Journal:
                     raise OSError(
                         errno.ENOSPC, f"the free {free / 2**20:.1f} MiB of disk are reserved for a checkpoint"
                     )
-                writer.write(version, report.groups, trained_version=trained_at, advantages=advantages)
+                writer.write(version, report.groups, trained_at, advantages)
 
         with self._recorder.watch("publish pump", path.name, on="disk"):
             await offload(write, "rollouts")

@@ -42,27 +42,21 @@ class RolloutWriter:
         """The file of one step."""
         return self.directory / f"step_{step}.jsonl"
 
-    def write(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        *,
-        trained_version: int | None = None,
-        advantages: Advantages | None = None,
-    ) -> None:
+    def write(self, step: int, groups: Sequence[Group], trained_version: int, advantages: Advantages) -> None:
         """Write `step_{step}.jsonl` atomically. A file of the same step is replaced. Errors: OSError.
 
-        `step`: the policy version after the update. `trained_version`: the version before the update (default `step - 1`), from
-        which `staleness` is counted. Takes about 10 us per trajectory of a few hundred characters.
+        `step`: the policy version after the update. `trained_version`: the version before the update, from which `staleness` is
+        counted. Takes about 10 us per trajectory of a few hundred characters.
         """
         if self._limit == 0:
             return
-        trained = step - 1 if trained_version is None else trained_version
         path = self.path(step)
         partial = path.with_name(path.name + ".partial")
         with partial.open("wb") as file:
             for group, trajectory, rendered in islice(self._lines(groups), self._limit):
-                file.write(dump({"step": step, **row(group, trajectory, trained, advantages), **rendered}) + b"\n")
+                file.write(
+                    dump({"step": step, **row(group, trajectory, trained_version, advantages), **rendered}) + b"\n"
+                )
         os.replace(partial, path)
 
     def _lines(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory, dict[str, str]]]:
@@ -84,9 +78,7 @@ class RolloutWriter:
                 os.replace(path, discarded)
 
 
-def row(
-    group: Group, trajectory: Trajectory, trained_version: int, advantages: Advantages | None = None
-) -> dict[str, Any]:
+def row(group: Group, trajectory: Trajectory, trained_version: int, advantages: Advantages) -> dict[str, Any]:
     """One line of the file, as a dictionary. Lengths are in tokens. `versions`: those that sampled the tokens; -1 if unknown."""
     oldest, newest = trajectory.oldest_version, trajectory.newest_version
     line: dict[str, Any] = {
@@ -105,6 +97,7 @@ def row(
         "completion_length": trajectory.completion_length,
         "trained_tokens": int(trajectory.mask.sum()),
         "finish_reason": str(trajectory.finish_reason),
+        "advantage": advantages.get((trajectory.group_id, trajectory.member)),
     }
     if trajectory.turns is not None:
         line["turns"] = int(trajectory.turns.size)
@@ -113,8 +106,6 @@ def row(
         line["longest_path"] = trajectory.longest_path
     if trajectory.turn_rewards is not None:
         line["turn_rewards"] = list(trajectory.turn_rewards)
-    if advantages is not None:
-        line["advantage"] = advantages.get((trajectory.group_id, trajectory.member))
     if trajectory.metadata:
         line["metadata"] = dict(trajectory.metadata)
     return line

@@ -42,11 +42,6 @@ def assign_rows(events: Iterable[TraceEvent]) -> dict[int, int]:
     return row_of
 
 
-def track_order(track: str) -> tuple[int, str]:
-    """A sort key of tracks: lanes first, then by name."""
-    return (0 if track.startswith(LANE_PREFIX) else 1, track)
-
-
 def write_trace(recorder: Recorder, path: Path) -> None:
     """Write the trace so far, atomically. Waits for the devices first. Blocks for about a second with 500,000 events, so call it
     outside the event loop."""
@@ -58,7 +53,8 @@ def write_trace(recorder: Recorder, path: Path) -> None:
     threads: dict[int, int] = {}  # id(event) -> tid
     metadata: list[dict[str, Any]] = [_meta("process_name", 0, {"name": "asyncrl"})]
     next_tid = 1
-    for track in sorted(by_track, key=track_order):
+    # Lanes are first.
+    for track in sorted(by_track, key=lambda track: (not track.startswith(LANE_PREFIX), track)):
         spans = [event for event in by_track[track] if event.phase == "X"]
         rows = assign_rows(spans)
         count = max(rows.values(), default=0) + 1

@@ -202,7 +202,7 @@ class Operations(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.recorder = Recorder(max_events=0, nvtx=False)
-        self.store = Store(self.recorder, required=(REWARDS, REFERENCE))
+        self.store = Store(self.recorder)
         self.columns: dict[int, set[str]] = {}  # of each group that is here
         self.sizes: dict[int, int] = {}  # rows
         self.order: list[int] = []
@@ -212,7 +212,7 @@ class Operations(RuleBasedStateMachine):
 
     def look(self, group_id: int) -> None:
         found = self.columns[group_id]
-        if {REWARDS, REFERENCE} <= found and group_id not in self.claimed and group_id not in self.order:
+        if REWARDS in found and group_id not in self.claimed and group_id not in self.order:
             self.order.append(group_id)
 
     @rule(group_id=IDS, size=st.integers(1, 3), length=st.integers(2, 6), leases=st.integers(0, 2))

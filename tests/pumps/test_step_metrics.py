@@ -72,7 +72,7 @@ def test_numbers_that_reward_functions_logged_are_metrics_and_all_of_it_stands_i
     named = {name.removeprefix("reward/"): value for name, value in found.items() if name.startswith("reward/f/")}
     assert named["f/right/mean"] == 0.5 and named["f/near/mean"] == 0.5 and named["f/near/applicable"] == 1 / 3
     assert not any("said" in name for name in named)
-    assert [row(group, t, 0).get("extras") for t in members] == logged
+    assert [row(group, t, 0, {}).get("extras") for t in members] == logged
 
 
 def test_the_figures_by_hand() -> None:

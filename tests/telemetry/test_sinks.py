@@ -154,7 +154,7 @@ def make_group(group_id: int, size: int, completion: str = "four") -> Group:
 
 def test_rollout_lines_say_what_was_written_sampled_and_trained(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path)
-    writer.write(6, [make_group(7, 2)], advantages={(7, 1): 0.5})
+    writer.write(6, [make_group(7, 2)], 5, {(7, 1): 0.5})
     first, second = lines(tmp_path / "rollouts" / "step_6.jsonl")
     assert second.pop("metadata")["turns"] == 1
     assert second == {
@@ -181,7 +181,7 @@ def test_rollout_lines_say_what_was_written_sampled_and_trained(tmp_path: Path) 
 def test_rollouts_are_limited_and_later_ones_set_aside_on_resume(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path, limit=3)
     for step in (1, 2, 10):
-        writer.write(step, [make_group(step, 2), make_group(step + 1, 2)])
+        writer.write(step, [make_group(step, 2), make_group(step + 1, 2)], step - 1, {})
     assert [(r["group_id"], r["member"]) for r in lines(tmp_path / "rollouts" / "step_1.jsonl")] == [
         (1, 0),
         (1, 1),
@@ -189,7 +189,7 @@ def test_rollouts_are_limited_and_later_ones_set_aside_on_resume(tmp_path: Path)
     ]
     other = RolloutWriter(tmp_path, resume_step=1, rank=3)
     for step in (1, 2):
-        other.write(step, [make_group(step, 2)])
+        other.write(step, [make_group(step, 2)], step - 1, {})
     RolloutWriter(tmp_path, resume_step=1)
     assert sorted(path.name for path in (tmp_path / "rollouts").glob("*.jsonl")) == ["step_1.jsonl"]
     assert [path.name for path in other.directory.iterdir()] == ["step_1.jsonl"]
@@ -198,9 +198,9 @@ def test_rollouts_are_limited_and_later_ones_set_aside_on_resume(tmp_path: Path)
         "step_10.jsonl",
         "step_2.jsonl",
     ]
-    RolloutWriter(tmp_path, decode=lambda ids: f"<s>{ids}").write(7, [make_group(7, 1)])
+    RolloutWriter(tmp_path, decode=lambda ids: f"<s>{ids}").write(7, [make_group(7, 1)], 6, {})
     assert lines(tmp_path / "rollouts" / "step_7.jsonl")[0]["rendered_prompt"] == "<s>[0, 1]"
-    RolloutWriter(tmp_path, limit=0).write(5, [make_group(5, 2)])
+    RolloutWriter(tmp_path, limit=0).write(5, [make_group(5, 2)], 4, {})
     assert not (tmp_path / "rollouts" / "step_5.jsonl").exists()
 
 
