@@ -19,8 +19,8 @@ from asyncrl.config.fields import ConfigField, config_fields, nearest_name, othe
 from asyncrl.config.imports import load_object
 from asyncrl.config.methods import SETTINGS, load_method
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.curves import is_share
 from asyncrl.telemetry.explained import metric, metrics
+from asyncrl.telemetry.report import is_share
 from asyncrl.types import Normaliser
 
 USAGE = (

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
+import nvtx
+
 from .device_time import DeviceEvent, DeviceTimes
-from .ranges import NvtxRanges
 from .records import Cause, Interval, TraceEvent, Wait, Window
 from .samples import Reduce, Samples
 
@@ -32,6 +33,33 @@ REMOTE_DELAY_S = 0.25
 _USER_CODE = ("the environment", "the program", "hook ")
 # Thousands of groups may wait. All their waits share one track.
 _GROUP_NAME = re.compile(r"\bgroup -?\d+$")
+
+
+class NvtxRanges:
+    """NVTX ranges in the domain `asyncrl`, which `nsys` shows, from any thread. Does nothing if `on` is False or the user set
+    `NVTX_DISABLE`. Without a profiler a range costs one comparison."""
+
+    def __init__(self, on: bool) -> None:
+        self._domain: Any = nvtx.get_domain("asyncrl") if on and nvtx.enabled() else None
+        self._attributes: dict[str, Any] = {}
+
+    def open(self, name: str) -> Any:
+        """Begin a range. Pass the result to `close`."""
+        domain = self._domain
+        if domain is None:
+            return None
+        attributes = self._attributes.get(name) or domain.get_event_attributes(message=name)
+        # None: no profiler is attached, and none can attach to this process later.
+        if attributes is None:
+            self._domain = None
+            return None
+        self._attributes[name] = attributes
+        return domain.start_range(attributes)
+
+    def close(self, opened: Any) -> None:
+        """End the range that `open` began."""
+        if opened is not None and self._domain is not None:
+            self._domain.end_range(opened)
 
 
 class Span:

@@ -18,9 +18,8 @@ import orjson
 import pytest
 
 from asyncrl.telemetry.budget import RunBudget
-from asyncrl.telemetry.curves import MOST_NAMES, Curves
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.telemetry.report import collect, render, write_report
+from asyncrl.telemetry.report import MOST_NAMES, Curves, collect, render, write_report
 from asyncrl.telemetry.reward_signal import CLIPPED, COUNT, WAITED, SignalWatch, describe, lacking_note, warnings
 from asyncrl.telemetry.trace import write_trace
 
