@@ -40,7 +40,7 @@ class LoraConfig(SettingsSection):
     )
     target_parameters: tuple[str, ...] = field(
         (),
-        "Parameters that get adapters and are no layer's weight, as in peft: stacked experts, like [experts.gate_up_proj].",
+        "Parameters with adapters that are not the weight of a layer, as in peft: stacked experts, like [experts.gate_up_proj].",
     )
 
 
@@ -55,8 +55,8 @@ class ModelConfig(SettingsSection):
     tokenizer: OptionalPath = field(None, "Directory or hub id of the tokenizer; the model's own by default.")
     dtype: DtypeName = field(
         "auto",
-        "Dtype of the matrix products; masters, gradients and optimizer state stay float32 or wider. auto: bfloat16 if the device "
-        "has instructions for it (compute capability 8, AVX512-BF16, AMX), else float32. A resumed run keeps its dtype.",
+        "Dtype of matrix products; master weights, gradients and optimizer state stay float32 or wider. auto: bfloat16 if the "
+        "device has instructions for it (compute capability 8, AVX512-BF16, AMX), else float32. A resumed run keeps its dtype.",
     )
     device: str = field(
         "auto", "`auto`, `cpu`, `cuda` or `cuda:N`; auto: the GPU of this rank, or the CPU if there is none."
@@ -288,7 +288,7 @@ class TrainConfig(SettingsSection):
     max_epochs: float | None = field(None, "Passes over the training prompts.", gt=0)
     time_limit_s: float | None = field(None, "Stop after the step in which this many seconds have passed.", gt=0)
     partial_final_step: bool = field(
-        True, "At the end of the prompts, train a last step with fewer groups, or drop them."
+        True, "When the prompts run out: train a last step with fewer groups (true), or drop them (false)."
     )
 
 
@@ -310,9 +310,9 @@ class DistributedConfig(SettingsSection):
 
     sharding: Literal["replicate", "fsdp"] = field(
         "replicate",
-        "replicate: each rank holds all masters, gradients and optimizer state; gradients are summed once a step. fsdp: each rank "
-        "holds a part; weights are gathered and gradients summed once a step, or per microbatch if memory is short. Left out, with "
-        "several ranks on GPUs: fsdp if the state of `replicate` takes more than 70 % of a GPU.",
+        "replicate: each rank holds all master weights, gradients and optimizer state; gradients are summed once a step. fsdp: "
+        "each rank holds a part; weights are gathered and gradients summed once a step, or per microbatch if memory is short. "
+        "Left out, with several ranks on GPUs: fsdp if the state of `replicate` takes more than 70 % of a GPU.",
     )
     roles: RolesConfig = RolesConfig()
     context: int = field(

@@ -127,7 +127,7 @@ class RewardConfig(SettingsSection):
     )
     timeout_s: float = field(
         30.0,
-        "Deadline in seconds of a call or a judge's request. A late coroutine is cancelled, the worker of a late function killed.",
+        "Seconds for a call or a request of a judge. A late coroutine is cancelled; the worker of a late function is killed.",
         gt=0,
     )
     retries: int = field(

@@ -15,7 +15,7 @@ import numpy as np
 
 from .records import CAUSES, Interval, Window
 
-_DEPTH_OF = {cause: depth for depth, cause in enumerate(CAUSES)}
+_ORDER_OF = {cause: number for number, cause in enumerate(CAUSES)}
 UNEXPLAINED = "unexplained"
 
 # Closures whose kind is not the first part of their name.
@@ -61,7 +61,7 @@ def lane_budget(window: Window, lane: str) -> LaneBudget:
     busy = [interval for interval in window.busy if interval.lane == lane]
     # In `_seconds_by_code` a later interval overwrites an earlier one. So busy time overwrites idle time, the earliest cause
     # overwrites other causes, and the inner of two nested closures overwrites the outer.
-    idle.sort(key=lambda interval: _DEPTH_OF[interval.label], reverse=True)
+    idle.sort(key=lambda interval: _ORDER_OF[interval.label], reverse=True)
     busy.sort(key=lambda interval: interval.start)
     # A label is (is busy, kind or cause). Label -> code. Code 0 is `unexplained`.
     labels = [(False, interval.label) for interval in idle] + [(True, kind_of(interval.label)) for interval in busy]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-COUNT = "reward/steps_without_signal"
+WITHOUT_SIGNAL = "reward/steps_without_signal"
 CLIPPED = "completions/steps_clipped"
 WAITED = "time/reward_steps"
 # A `completions/clipped_ratio` of at least this is worth a warning, also where rewards differ.
@@ -63,7 +63,7 @@ class SignalWatch:
         clipped = self._completions_should_end and metrics.get("completions/clipped_ratio", 0.0) >= LARGE_CLIPPED_RATIO
         self._clipped_steps = self._clipped_steps + 1 if clipped else 0
         self._waiting_steps = self._waiting_steps + 1 if metrics.get("idle/reward", 0.0) >= LARGE_WAIT else 0
-        steps = {COUNT: self._flat_steps, CLIPPED: self._clipped_steps, WAITED: self._waiting_steps}
+        steps = {WITHOUT_SIGNAL: self._flat_steps, CLIPPED: self._clipped_steps, WAITED: self._waiting_steps}
         return {name: float(count) for name, count in steps.items()}
 
 
@@ -91,7 +91,7 @@ def lacking_note(metrics: Metrics, reported: set[str]) -> Iterator[str]:
 
 def describe(metrics: Metrics, known: Sequence[str] = ()) -> str:
     """A sentence on the rewards of a step without a signal: their value, for how many steps, and the likely reason."""
-    count = int(metrics[COUNT])
+    count = int(metrics[WITHOUT_SIGNAL])
     steps = f"for {count} steps in a row" if count > 1 else "in this step"
     applicable = metrics["reward/applicable"]
     if applicable == 0:
@@ -129,7 +129,7 @@ def _describe_waited(metrics: Metrics, known: Sequence[str] = ()) -> str:
     )
 
 
-_DESCRIBED = {COUNT: describe, CLIPPED: _describe_clipped, WAITED: _describe_waited}
+_DESCRIBED = {WITHOUT_SIGNAL: describe, CLIPPED: _describe_clipped, WAITED: _describe_waited}
 
 
 def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:
@@ -181,7 +181,7 @@ class Warnings:
 
     def add(self, row: Metrics) -> None:
         """Add the metrics of the next step; a row without counts is ignored."""
-        if COUNT not in row:
+        if WITHOUT_SIGNAL not in row:
             return
         for name, describes in _DESCRIBED.items():
             before = self._last.get(name, 0.0)
@@ -192,5 +192,5 @@ class Warnings:
 
     def finish(self) -> list[str]:
         """The warnings, one sentence each. Call it after the last row."""
-        self.add({COUNT: 0.0})
+        self.add({WITHOUT_SIGNAL: 0.0})
         return list(self._found)

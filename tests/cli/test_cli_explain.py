@@ -99,7 +99,7 @@ def _keys(node: ast.AST) -> Iterator[ast.AST]:
     elif isinstance(node, ast.Subscript):
         yield node.slice
     elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
-        yield node.value  # COUNT = "reward/steps_without_signal"
+        yield node.value  # WITHOUT_SIGNAL = "reward/steps_without_signal"
 
 
 def declared() -> set[str]:

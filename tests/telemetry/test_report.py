@@ -20,7 +20,15 @@ import pytest
 from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import MOST_NAMES, Curves, collect, render, write_report
-from asyncrl.telemetry.reward_signal import CLIPPED, COUNT, WAITED, SignalWatch, describe, lacking_note, warnings
+from asyncrl.telemetry.reward_signal import (
+    CLIPPED,
+    WAITED,
+    WITHOUT_SIGNAL,
+    SignalWatch,
+    describe,
+    lacking_note,
+    warnings,
+)
 from asyncrl.telemetry.trace import write_trace
 
 EVIL = "</script><script>alert('</pre>')</script><img src=x onerror=alert(1)> & @DATA@ \u2028"
@@ -393,7 +401,7 @@ GOOD = APART | {"frac_reward_zero_std": 0.5}
 
 
 def counts(watch: SignalWatch, *steps: dict[str, float]) -> list[float | None]:
-    return [watch.step(metrics).get(COUNT) for metrics in steps]
+    return [watch.step(metrics).get(WITHOUT_SIGNAL) for metrics in steps]
 
 
 def test_what_counts() -> None:
@@ -405,8 +413,8 @@ def test_what_counts() -> None:
 def test_it_is_said_at_the_third_step_and_at_every_doubling() -> None:
     watch = SignalWatch("grpo", 4)
     lines = [ZERO | watch.step(ZERO) for _ in range(30)]
-    assert [int(line[COUNT]) for line in lines if list(warnings(line))] == [3, 6, 12, 24]
-    assert not list(warnings(GOOD)) and not list(warnings(GOOD | {COUNT: 0.0}))
+    assert [int(line[WITHOUT_SIGNAL]) for line in lines if list(warnings(line))] == [3, 6, 12, 24]
+    assert not list(warnings(GOOD)) and not list(warnings(GOOD | {WITHOUT_SIGNAL: 0.0}))
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -466,7 +474,7 @@ def test_steps_that_wait_for_rewards_are_said(queued: float, words: str) -> None
     ],
 )  # fmt: skip
 def test_what_is_blamed(metrics: dict[str, float], words: str) -> None:
-    assert words in describe(metrics | {COUNT: 3.0})
+    assert words in describe(metrics | {WITHOUT_SIGNAL: 3.0})
 
 
 def test_the_report_names_each_row_of_such_steps_once(tmp_path: Path) -> None:
