@@ -12,8 +12,8 @@
 The clock. If all pairs are resolved at the begin of a closure, the stream is empty, and the device reaches the closure's first
 event at once. This event and the host's time right before its `record` are the reference for the pairs up to the next such
 closure. Two inaccuracies remain: an idle device reaches the event some microseconds after `record`, and the two clocks drift apart
-after the reference. `lane/device_clock_ms` has the size of both at each new reference; they do not add up over references. No event
-is placed before the host's time at the start of its span, or after the query that found the event completed.
+after the reference. `lane/device_clock_ms` has the sum of both at each new reference, which ends the drift. No event is placed
+before the host's time at the start of its span, or after the query that found the event completed.
 """
 
 from __future__ import annotations

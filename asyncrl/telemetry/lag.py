@@ -81,7 +81,7 @@ def _describe(frame: FrameType) -> str:
 
 
 class BlockSampler:
-    """A thread that samples the stack of its creator's thread while that thread has not called `tick` for `allowed_s` seconds.
+    """A thread that samples the stack of the thread that made it, if that thread has not called `tick` for `allowed_s` seconds.
 
     Uses real time even if the recorder has a simulated clock, because the watched thread is real.
     """

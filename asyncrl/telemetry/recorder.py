@@ -243,7 +243,7 @@ class Recorder:
         return WatchSpan(self, who, what, on)
 
     def change_actor(self, old: str, new: str) -> None:
-        """An activity (an episode, a call of a hook, the run) waited for `old` and now waits for `new`; "" means: for nothing.
+        """An activity (an episode, a call of a hook, the run) waited for `old` and now waits for `new`. "": for nothing.
 
         While at least one activity waits for user code and none waits for the engine, idle time has the cause `environment`.
         """
