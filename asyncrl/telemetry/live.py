@@ -21,28 +21,26 @@ _ESTIMATE_PERIOD_S = 3600.0
 
 def describe(metrics: Metrics) -> list[str]:
     """Short texts of the main numbers of a step. Missing metrics are left out."""
-    parts: list[str] = []
-    if "reward/mean" in metrics:
-        deviation = f"±{metrics['reward/std']:.3f}" if "reward/std" in metrics else ""
-        parts.append(f"reward {metrics['reward/mean']:.3f}{deviation}")
-    parts.extend(f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/"))
-    parts.extend(f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("own/"))
-    if "staleness/mean" in metrics:
-        maximum = f"/{metrics['staleness/max']:.0f}" if "staleness/max" in metrics else ""
-        parts.append(f"staleness {metrics['staleness/mean']:.1f}{maximum}")
-    if "completions/mean_length" in metrics:
-        parts.append(f"length {metrics['completions/mean_length']:.0f}")
-    if "loss" in metrics:
-        parts.append(f"loss {metrics['loss']:.4f}")
-    if "perf/tokens_per_s" in metrics:
-        parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tok/s")
+
+    def shown(name: str, form: str) -> str:
+        return form.format(metrics[name]) if name in metrics else ""
+
+    parts = [
+        shown("reward/mean", "reward {:.3f}") + shown("reward/std", "±{:.3f}"),
+        *(f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")),
+        *(f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("own/")),
+        shown("staleness/mean", "staleness {:.1f}") + shown("staleness/max", "/{:.0f}"),
+        shown("completions/mean_length", "length {:.0f}"),
+        shown("loss", "loss {:.4f}"),
+        shown("perf/tokens_per_s", "{:,.0f} tok/s"),
+    ]
     # Names with two slashes belong to one lane.
     idle = {name: share for name, share in metrics.items() if name.startswith("idle/") and name.count("/") == 1}
     if idle:
         cause = max(idle, key=lambda name: idle[name])
         largest = f" ({cause.removeprefix('idle/')} {100 * idle[cause]:.0f} %)" if idle[cause] >= 0.005 else ""
         parts.append(f"idle {100 * sum(idle.values()):.0f} %{largest}")
-    return parts
+    return [part for part in parts if part]
 
 
 class LiveView:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 import nvtx
@@ -62,29 +63,19 @@ class NvtxRanges:
             self._domain.end_range(opened)
 
 
+@dataclass(slots=True, eq=False)
 class Span:
     """Context manager of `Recorder.span`, `lane_busy` and `work`. Enter and leave it once."""
 
-    __slots__ = ("_args", "_cause", "_lane", "_name", "_range", "_recorder", "_track", "ended", "started")
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        name: str,
-        track: str,
-        args: dict[str, Any] | None,
-        lane: str | None,
-        cause: str | None,
-    ) -> None:
-        self._recorder = recorder
-        self._name = name
-        self._track = track
-        self._args = args
-        self._lane = lane
-        self._cause = cause
-        self._range: Any = None
-        self.started = 0.0
-        self.ended = 0.0
+    _recorder: Recorder
+    _name: str
+    _track: str
+    _args: dict[str, Any] | None
+    _lane: str | None
+    _cause: str | None
+    _range: Any = None
+    started: float = 0.0
+    ended: float = 0.0
 
     def __enter__(self) -> Span:
         recorder = self._recorder
@@ -123,18 +114,16 @@ class DeviceSpan(Span):
         recorder._close_span(self, is_stored=not is_timed)
 
 
+@dataclass(slots=True, eq=False)
 class WaitSpan:
     """Context manager of `Recorder.wait`."""
 
-    __slots__ = ("_recorder", "cause", "on", "since", "what", "who")
-
-    def __init__(self, recorder: Recorder, who: str, what: str, on: str, cause: str) -> None:
-        self._recorder = recorder
-        self.who = who
-        self.what = what
-        self.on = on
-        self.cause = cause
-        self.since = 0.0
+    _recorder: Recorder
+    who: str
+    what: str
+    on: str
+    cause: str
+    since: float = 0.0
 
     def __enter__(self) -> Self:
         self.since = self._recorder.clock()

@@ -70,7 +70,14 @@ def write_trace(recorder: Recorder, path: Path) -> None:
         "dropped_events": recorder.dropped_events,
         "clock": "microseconds since start",
     }
-    _write(path, metadata, _entries(events, threads, recorder.started), other)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(b'{"displayTimeUnit":"ms","otherData":' + orjson.dumps(other) + b',"traceEvents":[\n')
+        file.write(b",\n".join(dump(entry) for entry in metadata))
+        for entry in _entries(events, threads, recorder.started):
+            file.write(b",\n" + dump(entry))
+        file.write(b"\n]}\n")
+    os.replace(partial, path)
 
 
 def _meta(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
@@ -90,19 +97,6 @@ def _entries(events: list[TraceEvent], threads: dict[int, int], started: float) 
         if event.args:
             entry["args"] = event.args
         yield entry
-
-
-def _write(
-    path: Path, metadata: list[dict[str, Any]], entries: Iterator[dict[str, Any]], other: dict[str, Any]
-) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(b'{"displayTimeUnit":"ms","otherData":' + orjson.dumps(other) + b',"traceEvents":[\n')
-        file.write(b",\n".join(dump(entry) for entry in metadata))
-        for entry in entries:
-            file.write(b",\n" + dump(entry))
-        file.write(b"\n]}\n")
-    os.replace(partial, path)
 
 
 def dump(value: Any) -> bytes:
