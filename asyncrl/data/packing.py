@@ -46,10 +46,8 @@ from .store import OLD, REFERENCE, TURN_ADVANTAGES, Column
 GroupColumns: TypeAlias = Mapping[str, Column]
 
 
-# A node is not cut for fewer shared tokens. So at most 2 tokens of a row with a fork are forwarded again. TRL's trie has two tokens
-# more for such a row.
+# At most 2 tokens of a row with a fork are forwarded again. TRL's trie has two tokens more for such a row.
 _MIN_CUT = 3
-# Rows of two groups do not share this many tokens or fewer, as long as the trie then has no more tokens than TRL's.
 _MAX_UNSHARED = 32
 
 
@@ -228,12 +226,9 @@ def pack_groups(
     `reference_logprobs` and `old_logprobs` of a microbatch in which every scored row has the column. `TURN_ADVANTAGES` take the
     place of the advantage of the member.
 
-    A microbatch holds at most `tokens_per_microbatch` packed tokens, prompts included, unless a single trajectory
-    is longer. Errors: DataError for a number of advantages other than G, or a scored prompt token. ValueError
-    for a budget below 1.
+    A microbatch holds at most `tokens_per_microbatch` packed tokens, prompts included, unless a single trajectory is longer.
+    Errors: DataError for a number of advantages other than G, or a scored prompt token.
     """
-    if tokens_per_microbatch < 1:
-        raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; it must be at least 1")
     tries: list[_Trie] = []
     try:
         for (group, advantages), group_columns in zip(groups, columns or [{}] * len(groups), strict=True):
@@ -267,16 +262,12 @@ def _rows(group: Group, advantages: npt.ArrayLike, columns: GroupColumns) -> lis
                 f"group {group.group_id}, member {trajectory.member}: token {int(scored[0])} has loss mask 1, but the "
                 f"prompt has {trajectory.prompt_length} tokens; only tokens behind a prompt can be trained: set its mask to 0"
             )
+        has_gaps = not scored.size or scored[-1] - scored[0] >= scored.size
+        scored_slice = None if has_gaps else slice(int(scored[0]), int(scored[-1]) + 1)
         segments = _segments(trajectory, scored)
         forward = segments[0].end if len(segments) == 1 else sum(end - start for start, end, *_ in segments)
-        rows.append(_PackedRow(trajectory, advantage, scored, _as_slice(scored), segments, forward, index, columns))
+        rows.append(_PackedRow(trajectory, advantage, scored, scored_slice, segments, forward, index, columns))
     return sorted(rows, key=lambda row: -row.forward)
-
-
-def _as_slice(scored: npt.NDArray[np.int64]) -> slice | None:
-    if not scored.size or scored[-1] - scored[0] >= scored.size:
-        return None
-    return slice(int(scored[0]), int(scored[-1]) + 1)
 
 
 def _segments(trajectory: Trajectory, scored: npt.NDArray[np.int64]) -> list[_Segment]:

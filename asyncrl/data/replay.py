@@ -72,9 +72,6 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._stored)
 
-    def __contains__(self, group_id: int) -> bool:
-        return group_id in self._stored
-
     def add(self, group: Group, advantages: npt.ArrayLike) -> bool:
         """Store a trained group. False: its priority is 0, no token is scored, or the buffer is full of groups of
         the same or a higher priority."""

@@ -274,8 +274,6 @@ def test_errors_name_the_group() -> None:
     bad.mask[1] = True
     with pytest.raises(DataError, match="group 3, member 0: token 1"):
         pack_groups([(Group(Ticket(3, 0, 2), group.prompt, (bad,)), [0.0])], 10)
-    with pytest.raises(ValueError, match="at least 1"):
-        pack_groups([], 0)
 
 
 # -- columns that were written -----------------------------------------------------------------------------------------
