@@ -87,7 +87,7 @@ class Store:
     """The rows of all groups: see the module docstring."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
-        """`recorder`: gets `queue/store/depth`."""
+        """`recorder`: gets the gauge `queue/store/depth`, which counts rows."""
         self._recorder = recorder
         self._held: dict[int, Rows] = {}  # by group id
         self._ready: dict[int, Ticket] = {}  # by group id, in the order of `ready`

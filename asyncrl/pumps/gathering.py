@@ -115,20 +115,13 @@ class DoorGroups:
             except StashRefused as error:
                 self._refuse(error, epoch, group)
                 continue
-            if not isinstance(found, StashedGroup):
-                kept |= found is Status.WAITING
-            elif found.trainable:
-                kept = True
-                self._whole_in.put_nowait(found)
-            else:
-                self._drop(found)
+            kept |= self._pass_on(found) if isinstance(found, StashedGroup) else found is Status.WAITING
         return kept
 
     def discard(self, error: Exception, epoch: int, group: int) -> None:
         """Drop a group with a record that cannot be trained, because the group can never be whole."""
         self._refuse(error, epoch, group)
-        rest = self._stash.discard(group, epoch)
-        if rest is not None:
+        if (rest := self._stash.discard(group, epoch)) is not None:
             release(rest.leases)
 
     def on_producer(self, epoch: int, producer: bytes) -> None:
@@ -171,11 +164,7 @@ class DoorGroups:
         """End groups at their time-out, until cancelled. Errors: StallError with `on_timeout: error`."""
         while True:
             for group in await self._stash.wait_expired():
-                if group.trainable:
-                    self._counts.partial += 1
-                    self._whole_in.put_nowait(group)
-                else:
-                    self._drop(group)
+                self._pass_on(group)
 
     async def end_epochs(self) -> None:
         """Drop the incomplete groups of epochs that are over, until cancelled."""
@@ -226,6 +215,15 @@ class DoorGroups:
             raise RewardError(
                 f"{self._failed}; before it, {before}. The earlier failure dropped its group; the later failure ends the run"
             ) from error
+
+    def _pass_on(self, group: StashedGroup[Mapping[str, Any]]) -> bool:
+        """Queue or drop a group that left the stash. Returns whether the group was queued."""
+        if group.trainable:
+            self._counts.partial += group.ending is Ending.PARTIAL
+            self._whole_in.put_nowait(group)
+        else:
+            self._drop(group)
+        return group.trainable
 
     def _drop(self, group: StashedGroup[Mapping[str, Any]]) -> None:
         """Count an incomplete group that ended, and release its leases."""

@@ -198,7 +198,7 @@ def test_the_two_corrections_are_never_applied_together() -> None:
         (["watchdog.stall_timeout_s=5"], ("stall_timeout_s is 5.0", "interval_s", "reward.timeout_s = 30:")),
         (
             ["reward.judge={url: policy, criteria: x}", "reward.timeout_s=140"],
-            ("expected more than 600", "a slow judge"),
+            ("expected more than the time of all tries of a judge", "= 600: a slow judge"),
         ),
         (["reward.judge={url: policy, criteria: x}"], ("reward.judge has url policy", "set rollout.max_context")),
         (

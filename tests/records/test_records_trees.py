@@ -158,7 +158,7 @@ def test_bytes_that_are_no_rows_are_refused() -> None:
 
 def test_a_line_of_the_rollouts_says_what_it_counts() -> None:
     group = Group(Ticket(0, 0, 0), Prompt(0, TREE.tokens[:3], "?"), (TREE,))
-    line = row(group, TREE, 0)
+    line = row(group, TREE, 0, {})
     counts = (
         "prompt_length",
         "completion_length",
