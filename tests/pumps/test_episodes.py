@@ -25,7 +25,7 @@ from asyncrl.errors import ConfigError, DivergenceError, GenerationError, Lifecy
 from asyncrl.generation.dry_run import DryRunEngine
 from asyncrl.pumps.hooks import Hooks
 from asyncrl.pumps.rollout import EpisodeFailed, Episodes
-from asyncrl.telemetry.budget import RunBudget
+from asyncrl.telemetry.budget import lane_budget
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.records import Wait
 from asyncrl.types import FinishReason, Generation, GenerationRequest, Prompt, SamplingParams, Trajectory
@@ -545,10 +545,9 @@ def test_idle_time_names_the_environment(case: str) -> None:
     async def account(house: House, supervisor: Any) -> None:
         await (body(house, supervisor) if body is not None else house.graph.run(supervisor))
         await house.graph.drain()
-        whole = RunBudget()
-        whole.step(house.ports.recorder.take_window())
-        [lane] = whole.lanes()
-        seconds.update(lane.idle)
+        window = house.ports.recorder.take_window()
+        [lane] = window.lanes
+        seconds.update(lane_budget(window, lane).idle)
 
     house = live(plan, body=account, ports=ports)
     assert house.error is None and house.books.failed == 0
