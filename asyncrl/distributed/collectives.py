@@ -72,11 +72,11 @@ def abort() -> None:
 
 
 class Collectives:
-    """Collectives over the ranks of one process group. Errors: RankLost if another rank has ended or is lost."""
+    """Collectives over the ranks of one process group; `Collectives()`: one rank. Errors: RankLost if another rank is lost."""
 
     # The number of this rank among the ranks of the group, and the number of ranks of the group.
-    rank: int
-    world_size: int
+    rank: int = 0
+    world_size: int = 1
     # None: the default group, with all ranks of the world.
     group: dist.ProcessGroup | None = None
     # Shared by all groups of a world.

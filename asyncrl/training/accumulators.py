@@ -6,28 +6,24 @@ metrics come from one evaluation of the loss on zero tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import Loss, LossInputs, MetricSum, reduction_of
+from asyncrl.distributed.collectives import Collectives
 from asyncrl.types import Normaliser
-
-from .reducer import Reducer, sum_over_ranks
 
 AGES = 9  # in `mismatch_kl/by_age/`: 0 to 7; 8: all older tokens
 
 
-def concatenate_on_host(parts: Sequence[Tensor]) -> Tensor:
-    """All values in order, float64 [N] on the CPU. There is one copy for each device, since the CPU waits for every copy."""
-    flat = [part.detach().flatten().to(torch.float64) for part in parts]
-    copies: dict[torch.device, Iterator[Tensor]] = {}
-    for device in {part.device for part in flat}:
-        on_device = [part for part in flat if part.device == device]
-        copies[device] = iter(torch.cat(on_device).cpu().split([part.numel() for part in on_device]))
-    return torch.cat([next(copies[part.device]) for part in flat])
+def sum_over_ranks(world: Collectives, table: Tensor, device: torch.device) -> Tensor:
+    """The sum of a float64 CPU tensor over ranks, on the CPU. `device`: the device of the process group."""
+    tensor = table if world.world_size == 1 else table.to(device)
+    world.all_reduce_sum_(tensor)
+    return tensor.cpu()
 
 
 def empty_metrics(loss: Loss, dtype: torch.dtype, device: torch.device) -> dict[str, Normaliser]:
@@ -61,7 +57,7 @@ class Counts:
     tokens: float = 0.0
     microbatches: float = 0.0
     loss: float = 0.0
-    kept: float = 0.0  # in survey.py: tokens of `Microbatch.keep`
+    kept: float = 0.0  # in `TorchTrainer.survey`: tokens of `Microbatch.keep`
     # The part of `sequences` and `tokens` that is not run, since no gradient would come from it.
     skipped_sequences: float = 0.0
     skipped_tokens: float = 0.0
@@ -85,12 +81,9 @@ class Counts:
             Normaliser.NONE: 1.0,
         }
 
-    def over_ranks(self, reducer: Reducer, device: torch.device) -> Counts:
+    def over_ranks(self, world: Collectives, device: torch.device) -> Counts:
         """The sums over all ranks. `self` is unchanged, since the step stays open if finish fails later."""
-        row = [self.sequences, self.tokens, self.microbatches, self.loss, self.kept]
-        row += [self.skipped_sequences, self.skipped_tokens, self.unknown_ids]
-        table = torch.tensor(row, dtype=torch.float64)
-        return Counts(*sum_over_ranks(reducer, table, device).tolist())
+        return Counts(*sum_over_ranks(world, torch.tensor(astuple(self), dtype=torch.float64), device).tolist())
 
 
 @dataclass(slots=True)
@@ -100,7 +93,7 @@ class Metrics:
     normalisers: dict[str, Normaliser]
     values: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
-    # [AGES, 3], by age of the token: tokens, sum of k3, sum of |difference|.
+    # [AGES, 2], by age of the token: tokens, sum of k3.
     ages: Tensor | None = None
     # [3], over sequences sampled by the current version alone: tokens, sum and maximum of |difference|.
     current: Tensor | None = None
@@ -136,8 +129,8 @@ class Metrics:
         known = ~sampler_S.isnan()
         difference = torch.where(known, trainer_S - sampler_S, 0.0).to(torch.float64)
         k3 = torch.expm1(difference) - difference
-        columns = torch.stack([known.to(torch.float64), k3, difference.abs()], dim=1)
-        table = columns.new_zeros(AGES, 3).index_add_(0, age_S.clamp(0, AGES - 1), columns)
+        columns = torch.stack([known.to(torch.float64), k3], dim=1)
+        table = columns.new_zeros(AGES, 2).index_add_(0, age_S.clamp(0, AGES - 1), columns)
         self.ages = table if self.ages is None else self.ages + table
         old_tokens = torch.zeros(sequences, dtype=torch.float64, device=age_S.device)
         old_tokens.index_add_(0, sequence_S, (age_S != 0).to(torch.float64))
@@ -154,20 +147,22 @@ class Metrics:
         """All values of this rank, float64 [columns] on the CPU: metrics by name, then `ages`, then `current`."""
         names, zero = sorted(self.normalisers), torch.zeros((), dtype=torch.float64)
         parts = [self.values.get(name, zero + _IDENTITY[reduction_of(name)]) for name in names]
-        parts.append(zero.new_zeros(AGES * 3) if self.ages is None else self.ages)
+        parts.append(zero.new_zeros(AGES * 2) if self.ages is None else self.ages)
         parts.append(zero.new_zeros(3) if self.current is None else self.current)
-        return concatenate_on_host(parts)
+        # One copy to the host, which waits for the device.
+        device = next((part.device for part in parts if part.device.type != "cpu"), torch.device("cpu"))
+        return torch.cat([part.detach().flatten().to(device, torch.float64) for part in parts]).cpu()
 
     def reduce(
-        self, reducer: Reducer, device: torch.device, denominators: Mapping[Normaliser, float], checksums: Tensor
+        self, world: Collectives, device: torch.device, denominators: Mapping[Normaliser, float], checksums: Tensor
     ) -> tuple[dict[str, float], Tensor]:
         """The metrics of all ranks, and the `checksums` (float64 [n], on the CPU) of each rank: [ranks, n]. One all-reduce of
         [ranks, columns], since minimum and maximum cannot be summed."""
         row = torch.cat([self.table(), checksums])
-        rows = torch.zeros(reducer.world_size, row.numel(), dtype=torch.float64)
-        rows[reducer.rank] = row
+        rows = torch.zeros(world.world_size, row.numel(), dtype=torch.float64)
+        rows[world.rank] = row
         widths = [len(row) - len(checksums), len(checksums)]
-        rows, all_checksums = sum_over_ranks(reducer, rows, device).split(widths, dim=1)
+        rows, all_checksums = sum_over_ranks(world, rows, device).split(widths, dim=1)
         result: dict[str, float] = {}
         names = sorted(self.normalisers)
         for column, name in enumerate(names):
@@ -180,7 +175,7 @@ class Metrics:
                 if extreme != _IDENTITY[reduction_of(name)]:
                     result[name] = extreme
         mismatch = rows[:, len(names) :]
-        ages = mismatch[:, : AGES * 3].sum(0).view(AGES, 3)
+        ages = mismatch[:, : AGES * 2].sum(0).view(AGES, 2)
         for age in range(AGES):
             if ages[age, 0] > 0:
                 result[f"mismatch_kl/by_age/{age}"] = float(ages[age, 1] / ages[age, 0])

@@ -11,24 +11,19 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from asyncrl.distributed.collectives import Collectives
 from asyncrl.errors import DivergenceError
 
+from .accumulators import sum_over_ranks
 from .optimizer import Parameters
-from .reducer import Reducer, sum_over_ranks
 
 COMPARE_EVERY = 10
 
 
 def bit_sum(values: Tensor) -> Tensor:
-    """A sum of the memory of float32 or float64 `values`, read as integers, modulo 2^64. One flipped bit always changes the sum."""
-    flat = values.detach().view(-1)
-    if flat.dtype == torch.float64:
-        return flat.view(torch.int64).sum()
-    # Pairs of elements are read as int64, since a sum of int32 takes 20 times as long on a CPU. `view` needs pairs at even offsets.
-    start = flat.storage_offset() % 2
-    end = start + max(flat.numel() - start, 0) // 2 * 2
-    unpaired = torch.cat([flat[:start], flat[end:]]).view(torch.int32).sum(dtype=torch.int64)
-    return unpaired if end == start else unpaired + flat[start:end].view(torch.int64).sum()
+    """The sum of float32 or float64 `values`, read as integers, modulo 2^64. One flipped bit always changes the sum."""
+    integers = torch.int64 if values.dtype == torch.float64 else torch.int32
+    return values.detach().view(integers).sum(dtype=torch.int64)
 
 
 def bit_sums(parameters: Parameters) -> Tensor:
@@ -55,15 +50,15 @@ def different_ranks(rows: Tensor, shards: int) -> list[int]:
 
 
 def require_same_weights(
-    rows: Tensor, sums: Tensor, names: list[str], reducer: Reducer, shards: int, device: torch.device, version: int
+    rows: Tensor, sums: Tensor, names: list[str], world: Collectives, shards: int, device: torch.device, version: int
 ) -> None:
     """Errors: DivergenceError on every rank if checksums differ. In that case a collective. `rows`: the checksums of all ranks
     [ranks, 2]. `sums`: `bit_sums` of this rank. `names`: names of the tensors, in the order of `sums`."""
     if not (different := different_ranks(rows, shards)):
         return
-    tensors = torch.zeros(reducer.world_size, 2 * len(sums), dtype=torch.float64)
-    tensors[reducer.rank] = exact_halves(sums)
-    by_tensor = sum_over_ranks(reducer, tensors, device).view(reducer.world_size, 2, len(sums))
+    tensors = torch.zeros(world.world_size, 2 * len(sums), dtype=torch.float64)
+    tensors[world.rank] = exact_halves(sums)
+    by_tensor = sum_over_ranks(world, tensors, device).view(-1, 2, len(sums))
     found = list[str]()
     for rank in different:
         first = next(

@@ -1,51 +1,25 @@
-"""AdamW over the masters (the master weights) of the trained parameters, with state that is saved by parameter name."""
+"""AdamW over the masters (the master weights) of the trained parameters, with state that is saved by parameter name; and the
+schedule of its learning rate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from asyncrl.config.schema import TrainConfig
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.distributed.fsdp import ShardedParameters
+    from asyncrl.models.parameters.flat import FlatParameters
 
 _SAVED = ("step", "exp_avg", "exp_avg_sq")
-
-
-class Parameters(Protocol):
-    """The parameters that trainer and optimizer use. `FlatParameters` and `distributed.fsdp.ShardedParameters` implement it."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the parameters in the model, in the order of the buffer."""
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """The dtype of masters, gradients and optimizer state: float32 or float64."""
-
-    @property
-    def grad(self) -> Tensor:
-        """All gradients of this rank, in one buffer."""
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """Names of parameters that are not trained (models/parameters/frozen.py)."""
-
-    def zero_grad(self) -> None:
-        """Zeros the gradients. Called before the first backward of a step, and when a step is aborted."""
-
-    def zero_frozen(self) -> None:
-        """Zeros the gradients of frozen parameters, which fused layers may write. Called before norm and reduction."""
-
-    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, view of the master), in the order of `names`."""
-
-    def named_grads(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, view of `grad`), in the order of `names`."""
-
-    def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """Copies saved masters into the buffer and refreshes the modules."""
+# What the trainer trains: all parameters of the model, or with sharding this rank's rows of each.
+Parameters: TypeAlias = "FlatParameters | ShardedParameters"
 
 
 def require_names(what: str, names: Sequence[str], state: Mapping[str, object]) -> None:
@@ -130,3 +104,36 @@ class FlatAdamW:
                     raise KeyError(f"{name}: the saved {key} has shape {shapes}")
                 restored[key] = saved[key].detach().to(parameter.dtype).to(parameter.device, copy=True)
             self.optimizer.state[parameter] = restored
+
+
+class Schedule:
+    """Linear warm-up from 0, then constant, or linear or cosine decay to `min_lr_ratio` * peak. k steps are done, 0 <= k < total.
+
+        k < warmup: lr(k) = peak * k / warmup      else: lr(k) = peak * decay((k - warmup) / (total - warmup))
+
+    decay(x) is 1, 1 - (1 - r) x, or r + (1 - r) (1 + cos(pi x)) / 2 (Loshchilov and Hutter, arXiv:1608.03983, eq. 5), with x
+    clamped to [0, 1] and r = `min_lr_ratio`. With r = 0 the rates equal those of `transformers.get_scheduler`.
+    """
+
+    def __init__(self, config: TrainConfig, total_steps: int | None = None) -> None:
+        """`total_steps`: optimizer steps of the run. Errors: ConfigError if None is given and the schedule is not constant."""
+        if config.schedule != "constant" and total_steps is None:
+            raise ConfigError(
+                f"train.schedule is {config.schedule}, which needs the last step; set train.max_steps, or train.max_epochs if the "
+                "run has prompts, or use constant"
+            )
+        self.config = config
+        self.total_steps = total_steps
+
+    def lr(self, steps_done: int) -> float:
+        """The learning rate of the next optimizer step, after `steps_done` steps."""
+        config = self.config
+        warmup = config.warmup_steps
+        if steps_done < warmup:
+            return config.lr * steps_done / warmup
+        if config.schedule == "constant":
+            return config.lr
+        assert self.total_steps is not None
+        x = min((steps_done - warmup) / max(self.total_steps - warmup, 1), 1.0)
+        decayed = x if config.schedule == "linear" else (1 - math.cos(math.pi * x)) / 2
+        return config.lr * (1 - (1 - config.min_lr_ratio) * decayed)

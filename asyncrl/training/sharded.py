@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,9 +48,9 @@ from asyncrl.models.routes import Routes
 from asyncrl.models.routing import Routing
 from asyncrl.types import Float32Array, Microbatch, StepResult
 
+from .accumulators import sum_over_ranks
 from .context import Share
 from .passes import PolicyForward, clamped_ids, forward_routes, loss_inputs
-from .reducer import sum_over_ranks
 from .trainer import TorchTrainer, local_norm
 
 
@@ -178,12 +178,12 @@ class ShardedTrainer(TorchTrainer):
         policy: PolicyModel,
         model: PreTrainedModel,
         config: TrainConfig,
-        reducer: Collectives,
+        world: Collectives,
         *,
         max_completion_length: int,
         needs_reference: bool = False,
         total_steps: int | None = None,
-        mismatch_gate: float | Literal["auto"] | None = None,
+        mismatch_gate: float | None = None,
         shards: int | None = None,
         keep: bool = False,
         siblings: Collectives | None = None,
@@ -201,7 +201,7 @@ class ShardedTrainer(TorchTrainer):
             policy.transform,
             policy.head_kernel,
             siblings,
-            collectives=reducer,
+            collectives=world,
             shards=shards,
             keep=keep,
         )
@@ -213,7 +213,7 @@ class ShardedTrainer(TorchTrainer):
         super().__init__(
             policy,
             config,
-            reducer,
+            world,
             max_completion_length=max_completion_length,
             needs_reference=needs_reference,
             total_steps=total_steps,
@@ -222,11 +222,11 @@ class ShardedTrainer(TorchTrainer):
             siblings=siblings,
         )
         self.forward = PolicyForward(policy, unfused=True, siblings=siblings)
-        held, rank, world = self.sharded.parameters, self.reducer.rank, self.reducer.world_size
-        if held.rank + held.replica * held.ranks != rank or world % held.ranks:
+        held, rank, ranks = self.sharded.parameters, world.rank, world.world_size
+        if held.rank + held.replica * held.ranks != rank or ranks % held.ranks:
             raise LifecycleError(
                 f"the model was sharded for rank {held.rank} of {held.ranks} in torch's default process group, but this is rank "
-                f"{rank} of {world}; leave that process group before this run"
+                f"{rank} of {ranks}; leave that process group before this run"
             )
 
     # -- rounds ------------------------------------------------------------------------------------------------------
@@ -253,9 +253,9 @@ class ShardedTrainer(TorchTrainer):
         `finishing`: this rank adds no microbatch to this step any more. Once that holds on all ranks, the step can finish.
         """
         self._require_open()
-        table = torch.zeros(self.reducer.world_size, 2, dtype=torch.float64)
-        table[self.reducer.rank] = torch.tensor([len(self._queue), float(finishing)], dtype=torch.float64)
-        table = sum_over_ranks(self.reducer, table, self.policy.device)
+        table = torch.zeros(self.world.world_size, 2, dtype=torch.float64)
+        table[self.world.rank] = torch.tensor([len(self._queue), float(finishing)], dtype=torch.float64)
+        table = sum_over_ranks(self.world, table, self.policy.device)
         self._agreed = int(table[:, 0].max())
         self._all_finishing = bool(table[:, 1].min() > 0)
         return self._agreed
@@ -320,7 +320,7 @@ class ShardedTrainer(TorchTrainer):
         # Every copy of the model has the same gradients, so only the first copy counts.
         counted = self.sharded.parameters.replica == 0
         squared_norm = torch.tensor([local_norm(gradient) ** 2 if counted else 0.0], dtype=torch.float64)
-        return math.sqrt(float(sum_over_ranks(self.reducer, squared_norm, self.policy.device)))
+        return math.sqrt(float(sum_over_ranks(self.world, squared_norm, self.policy.device)))
 
     def _advance(self) -> int:
         """Gather all weights into the policy's modules, then raise its version. A collective."""
@@ -333,7 +333,7 @@ class ShardedTrainer(TorchTrainer):
         state = super().state_dict()
         parameters = self.sharded.parameters
         state["shard"] = {"rank": parameters.rank, "ranks": parameters.ranks}
-        if self.reducer.rank:
+        if self.world.rank:
             state.pop("reference", None)
         return state
 

@@ -23,8 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +30,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.base import EntropyControl, Loss, LossInputs, LossSums
+from asyncrl.algorithms.terms import entropy_threshold
 from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.collectives import Collectives
 from asyncrl.errors import DivergenceError, TrainStepError
@@ -45,21 +44,10 @@ from .accumulators import Counts, Metrics, empty_metrics
 from .agreement import COMPARE_EVERY, bit_sums, exact_halves, require_same_weights
 from .balance import BALANCE_METRIC, Balance, balance_of
 from .context import Share
-from .optimizer import FlatAdamW, Parameters, require_names
+from .optimizer import FlatAdamW, Parameters, Schedule, require_names
 from .passes import UNREPLAYED, PolicyForward, forward_routes, loss_inputs, replay_gaps, unknown_id_error, using_weights
-from .reducer import OneRank, Reducer
-from .schedule import Schedule
-from .survey import survey
 
 _NORM_BLOCK = 4096
-
-
-class StepState(Enum):
-    """The state of a step that is not closed."""
-
-    OPEN = "open"
-    # The optimizer changed the weights, and then an error occurred.
-    COMMITTED = "committed"
 
 
 @dataclass(slots=True)
@@ -73,7 +61,7 @@ class TrainStep:
     zeroed: bool = False  # whether the previous step's gradients are zeroed
     # Of each microbatch that ran: the loss, whether it has ids that the model lacks, and the microbatch without its routes.
     results: list[tuple[Tensor, Tensor, Microbatch]] = field(default_factory=list)
-    state: StepState = StepState.OPEN
+    committed: bool = False  # the optimizer has changed the weights
 
 
 class TorchTrainer:
@@ -86,26 +74,25 @@ class TorchTrainer:
         self,
         policy: PolicyModel,
         config: TrainConfig,
-        reducer: Reducer | None = None,
+        world: Collectives | None = None,
         *,
         max_completion_length: int,
         needs_reference: bool = False,
         total_steps: int | None = None,
-        mismatch_gate: float | Literal["auto"] | None = None,
+        mismatch_gate: float | None = None,
         parameters: Parameters | None = None,
         siblings: Collectives | None = None,
     ) -> None:
-        """reducer: None for one rank. max_completion_length: tokens, for `Normaliser.SEQUENCES_X_MAX_LENGTH`. needs_reference: keep
-        a copy of the present weights as reference model. total_steps: optimizer steps of the run, for the schedule; by default
-        `train.max_steps`. mismatch_gate: `algorithm.mismatch_gate` after `resolve`, which replaces "auto"; None: no gate.
+        """world: the ranks that train; None: this rank alone. max_completion_length: tokens, for
+        `Normaliser.SEQUENCES_X_MAX_LENGTH`. needs_reference: keep a copy of the present weights as reference model. total_steps:
+        optimizer steps of the run, for the schedule; by default `train.max_steps`. mismatch_gate: nats; None: no gate.
         parameters: the trained parameters; by default the policy's `flat`. siblings: the ranks that share each microbatch
         (context.py), this one included; they make the same calls with the same arguments in the same order. Errors: ConfigError
         if siblings cannot share the microbatches of this model."""
         self.policy = policy
         self.config = config
-        assert mismatch_gate != "auto"
         self.mismatch_gate = mismatch_gate
-        self.reducer: Reducer = reducer or OneRank()
+        self.world: Collectives = world or Collectives()
         self.max_completion_length = max_completion_length
         self.parameters: Parameters = parameters or policy.flat
         self.optimizer = FlatAdamW(self.parameters, config)
@@ -125,8 +112,6 @@ class TorchTrainer:
         self._saved_control: dict[str, float] = {}
         self._step: TrainStep | None = None
         self._compare_at = 0  # steps_done at which ranks compare their weights next
-        # The loss of the newest step, and the normalisers of its metrics: a step with the same loss uses them again.
-        self._normalisers: tuple[Loss, dict[str, Normaliser]] | None = None
 
     @property
     def version(self) -> int:
@@ -138,20 +123,18 @@ class TorchTrainer:
     def begin_train_step(self, loss: Loss) -> None:
         """Opens a step. Errors: TrainStepError if a step is open, or if the loss must be surveyed first."""
         if self._step is not None:
-            raise TrainStepError(f"a train step is already open ({self._step.state.value}); finish or abort it first")
+            raise TrainStepError("a train step is already open; finish or abort it first")
         loss = self._with_entropy_control(loss)
         if loss.bonus_apart:
             raise TrainStepError(
                 f"the terms of loss {loss.name} are divided by {loss.normaliser.value} and by tokens: survey the whole step first"
             )
-        if self._normalisers is None or self._normalisers[0] is not loss:
-            normalisers = empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
-            if self.balance is not None:
-                normalisers[BALANCE_METRIC] = loss.normaliser
-            if self.policy.routing is not None:
-                normalisers[UNREPLAYED] = Normaliser.NONE
-            self._normalisers = loss, normalisers
-        self._step = TrainStep(loss, Metrics(dict(self._normalisers[1])), Counts())
+        normalisers = empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
+        if self.balance is not None:
+            normalisers[BALANCE_METRIC] = loss.normaliser
+        if self.policy.routing is not None:
+            normalisers[UNREPLAYED] = Normaliser.NONE
+        self._step = TrainStep(loss, Metrics(normalisers), Counts())
 
     def train_microbatch(self, batch: Microbatch) -> None:
         """Adds a forward and backward to the open step. Errors: TrainStepError if no step is open; errors of the loss."""
@@ -237,7 +220,7 @@ class TorchTrainer:
         grad_norm = self._clip(gradient)
         if totals.tokens > 0:
             self.optimizer.step()
-        step.state = StepState.COMMITTED
+        step.committed = True
         version = self._advance()
         lr = self.optimizer.lr
         self.steps_done += 1
@@ -298,10 +281,34 @@ class TorchTrainer:
     def survey(
         self, loss: Loss, batches: Sequence[Microbatch], entropies: Sequence[Float32Array]
     ) -> tuple[Loss, list[Microbatch]]:
-        """See survey.py. A collective, which every rank calls before `begin_train_step`."""
-        loss = self._with_entropy_control(loss)
-        longest = self.max_completion_length
-        return survey(loss, batches, entropies, self.reducer, self.policy.device, longest, leads=self._leads)
+        """Some losses need values of the whole step, over all ranks, before the first backward: the counts, if two terms of a loss
+        have different denominators; the entropies of all tokens, if only the tokens with the highest entropy have a policy loss.
+        A collective, which every rank calls before `begin_train_step`, also a rank without microbatches.
+
+        Returns a loss whose terms share one normaliser, and the microbatches, with a `keep` column if the loss needs one.
+        `entropies`: [S] of each microbatch, in nats. Read only if `loss.top_entropy_quantile` is below 1.
+        """
+        loss, selected = self._with_entropy_control(loss), list(batches)
+        if loss.top_entropy_quantile < 1:
+            # The empty array is for a rank without microbatches.
+            own_N = np.concatenate([np.zeros(0, np.float32), *(entropies if self._leads else ())])
+            all_N = np.frombuffer(b"".join(self.world.all_gather_bytes(own_N.tobytes())), np.float32)
+            threshold = entropy_threshold(torch.from_numpy(all_N.astype(np.float64)), loss.top_entropy_quantile)
+            selected = [
+                replace(batch, keep=entropy_S.astype(np.float64) >= threshold)
+                for batch, entropy_S in zip(batches, entropies, strict=True)
+            ]
+        if not loss.bonus_apart:
+            return loss, selected
+        counts = Counts(
+            sequences=sum(batch.sequences for batch in selected),
+            tokens=sum(batch.scored for batch in selected),
+            microbatches=len(selected),
+            kept=sum(batch.scored if batch.keep is None else int(batch.keep.sum()) for batch in selected),
+        )
+        totals = (counts if self._leads else Counts()).over_ranks(self.world, self.policy.device)
+        denominator = totals.denominators(self.max_completion_length)[loss.normaliser]
+        return loss.with_bonus_scale(denominator / max(totals.kept, 1.0)), selected
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -311,7 +318,7 @@ class TorchTrainer:
         Tensors are not copied. The caller must copy or write them on the device's thread before the next `finish_train_step`.
         Errors: TrainStepError while a step is committed but not closed.
         """
-        if self._step is not None and self._step.state is StepState.COMMITTED:
+        if self._step is not None and self._step.committed:
             raise TrainStepError("state_dict: a committed step is not closed; call abort_train_step first")
         state: dict[str, Any] = {
             "version": self.version,
@@ -344,16 +351,12 @@ class TorchTrainer:
         self.steps_done = int(state["steps_done"])
         self.optimizer.set_lr(self.schedule.lr(self.steps_done))
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Writes the model in Hugging Face format, with weights in the matmul dtype."""
-        self.policy.save_pretrained(directory)
-
     # -- parts of finish ---------------------------------------------------------------------------------------------
 
     def _require_open(self) -> TrainStep:
         if self._step is None:
             raise TrainStepError("no train step open; begin_train_step must be called first")
-        if self._step.state is StepState.COMMITTED:
+        if self._step.committed:
             raise TrainStepError(
                 f"the open train step was applied (version {self.version}), but failed afterwards; abort_train_step closes it"
             )
@@ -372,7 +375,7 @@ class TorchTrainer:
         """The counts of all ranks. Errors: TrainStepError without a sequence, DataError for ids that the model lacks."""
         step.counts.loss = step.metrics.loss_sum()
         step.counts.unknown_ids = float(sum(unknown_ids for _, unknown_ids, _ in step.results))
-        totals = step.counts.over_ranks(self.reducer, self.policy.device)
+        totals = step.counts.over_ranks(self.world, self.policy.device)
         if totals.sequences == 0:
             raise TrainStepError(
                 "this step has no sequence on any rank: the optimizer would move the weights on momentum and decay alone; "
@@ -385,15 +388,15 @@ class TorchTrainer:
 
     def _reduce_metrics(self, step: TrainStep, denominators: Mapping[Normaliser, float]) -> dict[str, float]:
         """The metrics of all ranks. Errors: DivergenceError if masters that ranks share differ (agreement.py)."""
-        due = self.reducer.world_size > self.shards and self.steps_done >= self._compare_at
+        due = self.world.world_size > self.shards and self.steps_done >= self._compare_at
         sums = bit_sums(self.parameters) if due else torch.zeros(0, dtype=torch.int64)
         metrics, checksums = step.metrics.reduce(
-            self.reducer, self.policy.device, denominators, exact_halves(sums.sum().view(1))
+            self.world, self.policy.device, denominators, exact_halves(sums.sum().view(1))
         )
         if due:
             self._compare_at = self.steps_done + COMPARE_EVERY
             names = list(self.parameters.names)
-            require_same_weights(checksums, sums, names, self.reducer, self.shards, self.policy.device, self.version)
+            require_same_weights(checksums, sums, names, self.world, self.shards, self.policy.device, self.version)
         return metrics
 
     def _zero_once(self, step: TrainStep) -> None:
@@ -426,7 +429,7 @@ class TorchTrainer:
     # The trainer of sharded parameters overrides these three methods (sharded.py).
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
-        self.reducer.reduce_gradients_(gradient)
+        self.world.reduce_gradients_(gradient)
 
     def _norm(self, gradient: Tensor) -> float:
         return local_norm(gradient)

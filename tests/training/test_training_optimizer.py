@@ -8,7 +8,7 @@ from training_helpers import LOSS, make_trainer, microbatches, tiny_policy, trai
 
 from asyncrl.config.schema import TrainConfig
 from asyncrl.errors import ConfigError, TrainStepError
-from asyncrl.training.schedule import Schedule
+from asyncrl.training.optimizer import Schedule
 from asyncrl.training.trainer import TorchTrainer
 
 

@@ -18,9 +18,9 @@ from training_helpers import STREAMED
 from training_ranks import Ranks, ranks_in
 
 from asyncrl.data.packing import pack_groups
+from asyncrl.distributed.collectives import Collectives
 from asyncrl.distributed.reservation import Reservation
 from asyncrl.pumps.travel import decode_group, encode_group, tokens_of
-from asyncrl.training.reducer import OneRank
 
 RANKS = 3
 
@@ -99,7 +99,7 @@ def ask(ranks: Ranks, name: str, seed: int, where: list[list[int]]) -> list[dict
 
 
 def check(ranks: Ranks, name: str, seed: int, where: list[list[int]]) -> None:
-    whole = training_partition.step(OneRank(), name, training_partition.part(seed, [[0, 0]] * len(where), 0, name))
+    whole = training_partition.step(Collectives(), name, training_partition.part(seed, [[0, 0]] * len(where), 0, name))
     assert whole["gradient"].abs().max() > 1e-4
     for found in ask(ranks, name, seed, where):
         torch.testing.assert_close(found["gradient"], whole["gradient"], rtol=0, atol=1e-10)
@@ -108,7 +108,7 @@ def check(ranks: Ranks, name: str, seed: int, where: list[list[int]]) -> None:
 
 def test_the_comparison_has_teeth() -> None:
     """A sequence that is left out, or counted twice, is seen."""
-    whole = training_partition.step(OneRank(), "grpo", training_partition.part(7, [[0, 0]] * 9, 0))
+    whole = training_partition.step(Collectives(), "grpo", training_partition.part(7, [[0, 0]] * 9, 0))
     for where in ([[0, 0]] * 8 + [[1, 0]], [[0, 0]] * 5 + [[1, 0]] + [[0, 0]] * 3):
-        some = training_partition.step(OneRank(), "grpo", training_partition.part(7, where, 0))
+        some = training_partition.step(Collectives(), "grpo", training_partition.part(7, where, 0))
         assert (some["gradient"] - whole["gradient"]).abs().max() > 1e-5

@@ -53,7 +53,7 @@ def committed(core: TorchTrainer) -> None:
     opened(core)
     core.train_microbatch(microbatches()[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncrl.training.schedule.Schedule.lr", _raise)
+        patch.setattr("asyncrl.training.optimizer.Schedule.lr", _raise)
         with pytest.raises(Failure):
             core.finish_train_step()
 
@@ -115,7 +115,7 @@ def test_order_of_finish(monkeypatch: pytest.MonkeyPatch) -> None:
         def reduce_gradients_(self, flat: torch.Tensor) -> None:
             log.append("reduce" if float(flat.norm()) == pytest.approx(norm / sequences) else "reduce of raw sums")
 
-    core = make_trainer(reducer=Spy())
+    core = make_trainer(world=Spy())
     core.begin_train_step(LOSS)
     for batch in microbatches():
         core.train_microbatch(batch)

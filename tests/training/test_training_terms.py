@@ -30,11 +30,11 @@ from asyncrl.algorithms.registry import LOSSES, build_loss
 from asyncrl.checkpoint.state import check_plain
 from asyncrl.config.schema import TrainConfig
 from asyncrl.data.packing import pack_groups
+from asyncrl.distributed.collectives import Collectives
 from asyncrl.errors import TrainStepError
 from asyncrl.models.head.logprobs import token_logprobs
 from asyncrl.models.head.output import NO_TRANSFORM
 from asyncrl.training.accumulators import Metrics
-from asyncrl.training.reducer import OneRank
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import Microbatch, StepResult
 
@@ -251,7 +251,7 @@ def test_an_infinite_maximum_is_a_value_and_a_maximum_of_nothing_is_none() -> No
     metrics = Metrics(dict.fromkeys(("ratio_max", "ratio_min", "other_max"), Normaliser.NONE))
     metrics.add({"ratio_max": MetricSum(torch.tensor(torch.inf), Normaliser.NONE)})
     found, _ = metrics.reduce(
-        OneRank(), torch.device("cpu"), {Normaliser.NONE: 1.0}, torch.zeros(1, dtype=torch.float64)
+        Collectives(), torch.device("cpu"), {Normaliser.NONE: 1.0}, torch.zeros(1, dtype=torch.float64)
     )
     assert found == {"ratio_max": torch.inf}
 

@@ -145,9 +145,9 @@ def microbatches(seed: int = 0, groups: int = 3, **kwargs: object) -> list[Micro
     return [m for i in range(groups) for m in pack_groups([make_group(rng, i, **kwargs)], 1000)]
 
 
-def make_trainer(dtype: str = "float64", reducer: object = None, **config: object) -> TorchTrainer:
+def make_trainer(dtype: str = "float64", world: object = None, **config: object) -> TorchTrainer:
     settings = TrainConfig(**{"lr": 0.01, **config})
-    return TorchTrainer(tiny_policy(dtype), settings, reducer, max_completion_length=MAX_LENGTH)
+    return TorchTrainer(tiny_policy(dtype), settings, world, max_completion_length=MAX_LENGTH)
 
 
 def weights(core: TorchTrainer) -> torch.Tensor:
