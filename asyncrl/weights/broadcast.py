@@ -83,7 +83,7 @@ class Stripes:
         # Sender -> (name of the broadcast in errors, the running broadcast, the memory that it reads or writes).
         works: dict[str, tuple[str, Any, Tensor]] = {}
         try:
-            self._form(order)
+            self._form_groups(order)
             data = half.view(torch.uint8)
             bucket_lists = buckets(whole_bytes or data.numel(), len(order.senders), BUCKET_BYTES)
             buckets_of = dict(zip(order.senders, bucket_lists, strict=True))
@@ -106,7 +106,7 @@ class Stripes:
             return f"{action} of version {order.version} failed: {first_line(error)}"
         return None
 
-    def _form(self, order: Order) -> None:
+    def _form_groups(self, order: Order) -> None:
         if order.group == self._group:
             return
         self.close()
@@ -208,7 +208,7 @@ class WeightReceiver(BoardOwner):
         super().__init__(board, workers)
         self._stripes, self._lane, self._desk = stripes, lane, desk
         self._lora = lora
-        # halves that also hold the weights to which no adapter belongs
+        # Halves that hold all weights, also those without an adapter.
         self._complete = set[int]()
         if lora is not None:
             dtype = torch.float64 if board.dtype == torch.float64 else torch.float32

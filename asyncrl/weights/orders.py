@@ -41,7 +41,7 @@ class Order(NamedTuple):
 
 
 class Orders:
-    """See the module. Nodes have their names on the line (`distributed/line.py`). All calls come from one event loop."""
+    """See the module docstring. Nodes have their names on the line (`distributed/line.py`). All calls come from one event loop."""
 
     def __init__(
         self,
@@ -61,7 +61,6 @@ class Orders:
         self._outputs: dict[int, Sequence[float] | None] = {}
         self._held = -1  # the newest version that all senders hold
         self._ready = set[str]()  # receivers with a free half
-        self._lacking = set[str]()  # receivers without `_held` and without a free half
         # Receivers that came later and got one version, but have not asked for another: their workers are starting.
         self._starting = set[str]()
         self._group, self._members = 0, list[str]()
@@ -89,16 +88,13 @@ class Orders:
         self._has[node] = has
         self._starting.discard(node)
         self._ready.add(node)
-        self._lacking.discard(node)
-        # Each wake-up makes all waiting tasks check their conditions, so only the last receiver of the next order wakes them.
-        if has < self._held and not any(has >= 0 or self._has[other] < 0 for other in self._lacking):
+        # Each notification makes all waiting tasks check their conditions, so only the last receiver of the next order notifies.
+        if has < self._held and self._behind() is not None:
             self._notify()
         try:
             await self._until(lambda: self._has.get(node, has + 1) > has)
         finally:
             self._ready.discard(node)
-            if self._has.get(node, self._held) < self._held and node not in self._starting:
-                self._lacking.add(node)
         if node not in self._has:
             raise RankLost(f"{node} was given up while it waited for weights; see the output of rank 0")
 
@@ -108,7 +104,6 @@ class Orders:
             self._error = self._error or RankLost(f"a rank that sends weights is lost: {reason}")
             self._notify()
         elif self._has.pop(node, None) is not None:
-            self._lacking.discard(node)
             self._on_lost(node, reason)
             self._notify()
 
@@ -125,8 +120,6 @@ class Orders:
         while True:
             await self._until(lambda: min(self._written.values()) > self._held or self._behind() is not None)
             self._held = min(self._written.values())
-            self._lacking = {node for node, version in self._has.items() if version < self._held}
-            self._lacking -= self._ready | self._starting
             self._outputs = {version: row for version, row in self._outputs.items() if version >= self._held}
             self._notify()
             if (receivers := self._behind()) is not None:
@@ -134,10 +127,10 @@ class Orders:
 
     def _behind(self) -> list[str] | None:
         """The receivers of the next order; None: no receiver needs one, or some that do have no free half."""
-        behind = sorted(n for n, version in self._has.items() if version < self._held and n not in self._starting)
+        behind = [n for n, version in self._has.items() if version < self._held and n not in self._starting]
         # Nodes without weights get an order of their own, because it carries more bytes.
         behind = [node for node in behind if self._has[node] < 0] or behind
-        return behind if behind and self._ready.issuperset(behind) else None
+        return sorted(behind) if behind and self._ready.issuperset(behind) else None
 
     async def _broadcast(self, receivers: list[str]) -> None:
         if receivers != self._members:

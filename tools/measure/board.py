@@ -56,7 +56,7 @@ class Reader:
     def reads(self, half: int) -> bool:
         return False
 
-    async def left(self, half: int) -> None:
+    async def wait_unread(self, half: int) -> None:
         raise AssertionError("nothing is pinned")
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
