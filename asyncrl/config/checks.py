@@ -424,10 +424,9 @@ def _check_generation(config: Config) -> Iterator[str]:
     if config.engine.kind == "dry_run":
         yield "generation.engine is vllm but engine.kind is dry_run, which samples from no model; leave generation.engine out"
     if config.model.dtype == "float64":
-        yield (
-            "generation.engine is vllm but model.dtype is float64, in which vLLM does not compute; use float32 or bfloat16, or "
-            "generation.engine=embedded"
-        )
+        yield "generation.engine is vllm but model.dtype is float64; use float32 or bfloat16, or generation.engine=embedded"
+    if config.algorithm.router_replay:
+        yield "generation.engine is vllm but algorithm.router_replay is true; only generation.engine=embedded records routes"
 
 
 def _check_door(config: Config) -> Iterator[str]:

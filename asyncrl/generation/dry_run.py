@@ -39,8 +39,8 @@ class _DryRow:
 class DryRunEngine(OwnedEngine):
     """Implements `ports.Engine` and `ports.WeightSink`.
 
-    length_sigma: standard deviation of the natural logarithm of a completion's length. The median length is half of max_tokens, or
-    min_tokens + 1 if that is more; 0: every completion has this length. A request without stop tokens gets max_tokens.
+    length_sigma: standard deviation of the natural logarithm of a completion's length. The median length is half of max_tokens, and
+    the shortest min_tokens + 1. 0: every completion has the median length. A request without stop tokens gets max_tokens.
     version_source: returns the current policy version; called on the lane in each decode step.
     """
 
@@ -109,10 +109,7 @@ class DryRunEngine(OwnedEngine):
         rows = len(self._rows)
         with self.recorder.span("decode", track=TRACK, sequences=rows):
             ended = await self.lane.run(self._decode, name="engine/decode", cost=self._decode_step_s)
-        self._tokens += rows
-        self._decode_steps += 1
-        self.recorder.observe("engine/decode_batch", rows)
-        self.recorder.count("engine/tokens", rows)
+        self._count_step(rows)
         return [(self._running[slot], self._generation(self._rows[slot])) for slot in ended]
 
     def _generation(self, row: _DryRow) -> Generation:

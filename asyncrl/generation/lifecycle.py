@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any, Self
 
 import anyio
@@ -20,22 +20,22 @@ from asyncrl.errors import EngineClosed, LifecycleError
 TRACK = "engine"
 
 
-class EngineState(Enum):
-    """An engine is NEW, OPEN, CLOSED in this order."""
+@dataclass(eq=False, slots=True)
+class WeightUpdate:
+    """A call of `update_weights`, until all later tokens come from `version` or a newer version."""
 
-    NEW = "new"
-    OPEN = "open"
-    CLOSED = "closed"
+    version: int
+    future: asyncio.Future[None]
 
 
 class BaseEngine(ABC):
     """Base class of all engines. See the module docstring."""
 
     def __init__(self) -> None:
-        self._state = EngineState.NEW
+        self._closed = False
         self._failure: BaseException | None = None
         self._tasks: TaskGroup | None = None
-        self._opened_in: asyncio.Task[Any] | None = None
+        self._opened_in: asyncio.Task[Any] | None = None  # None: never opened
 
     @abstractmethod
     async def _run_owner(self) -> None:
@@ -51,9 +51,9 @@ class BaseEngine(ABC):
         return self._failure
 
     async def __aenter__(self) -> Self:
-        if self._state is not EngineState.NEW:
-            raise LifecycleError(f"this engine is {self._state.value}: an engine is opened once; create a new one")
-        self._state = EngineState.OPEN
+        if self._opened_in is not None:
+            state = "closed" if self._closed else "open"
+            raise LifecycleError(f"this engine is {state}: an engine is opened once; create a new one")
         self._opened_in = asyncio.current_task()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
@@ -66,10 +66,10 @@ class BaseEngine(ABC):
         if asyncio.current_task() is not self._opened_in:
             raise LifecycleError("this task did not open the engine; close the engine in the task that opened it")
         tasks, self._tasks = self._tasks, None
-        self._state = EngineState.CLOSED
+        self._closed = True
         tasks.cancel_scope.cancel()
-        # A failed owner makes the task group cancel the body of `async with`. The group gets that cancellation back, as from an
-        # ordinary block. The group does not get other exceptions, so the body raises them unchanged.
+        # If the owner fails, the task group cancels the body of `async with`, and must get that cancellation back. The group gets
+        # no other exception of the body, so that `async with` raises it unchanged.
         cancelled_by_group = self._failure is not None and isinstance(exc[1], asyncio.CancelledError)
         try:
             await tasks.__aexit__(*(exc if cancelled_by_group else (None, None, None)))
@@ -86,9 +86,9 @@ class BaseEngine(ABC):
     def _require_open(self) -> None:
         if self._failure is not None:
             raise self._closed_error()
-        if self._state is EngineState.NEW:
+        if self._opened_in is None:
             raise EngineClosed("the engine was never opened: use it inside `async with engine`")
-        if self._state is EngineState.CLOSED:
+        if self._closed:
             raise EngineClosed("the engine is closed")
 
     async def _run(self) -> None:
@@ -105,7 +105,7 @@ class BaseEngine(ABC):
         failed = error is not None and not isinstance(error, asyncio.CancelledError)
         if failed and self._failure is None:
             self._failure = error
-        self._state = EngineState.CLOSED
+        self._closed = True
         for future in self._take_futures():
             if not future.done():
                 future.set_exception(self._closed_error())

@@ -33,7 +33,7 @@ from asyncrl.concurrency.lane import Lane
 from asyncrl.errors import GenerationError
 from asyncrl.types import Generation, GenerationRequest
 
-from .lifecycle import TRACK, BaseEngine
+from .lifecycle import TRACK, BaseEngine, WeightUpdate
 from .requests import check_request
 
 if TYPE_CHECKING:
@@ -64,12 +64,6 @@ def kept_age_limit(setting: int, recompute: bool) -> int | None:
     return None if setting == 0 else 0 if recompute else setting
 
 
-@dataclass(eq=False, slots=True)
-class _Update:
-    version: int
-    future: asyncio.Future[None]
-
-
 class OwnedEngine(BaseEngine):
     """See the module docstring. max_sequences: limit of running sequences. max_context: limit of prompt tokens + max_tokens.
     kv_positions: limit of the cache positions of all rows together; None: max_sequences x max_context."""
@@ -83,10 +77,6 @@ class OwnedEngine(BaseEngine):
         super().__init__()
         if kv_positions is None:
             kv_positions = max_sequences * max_context
-        if max_sequences < 1 or max_context < 2:
-            raise ValueError(
-                f"expected max_sequences of at least 1 and max_context of at least 2; found {max_sequences} and {max_context}"
-            )
         if kv_positions < max_context:
             raise ValueError(f"kv_positions is {kv_positions}, expected at least max_context = {max_context}")
         self.lane = lane
@@ -98,7 +88,7 @@ class OwnedEngine(BaseEngine):
         self._running: dict[int, Job] = {}  # by slot
         self._aborted: list[Job] = []
         self._ended_sessions: list[str] = []
-        self._updates: list[_Update] = []
+        self._updates: list[WeightUpdate] = []
         self._wake = anyio.Event()
         # Since the last admission: free rows that waiting requests could have used, summed over steps; and steps with such a row.
         self._lost = 0
@@ -159,7 +149,7 @@ class OwnedEngine(BaseEngine):
         for the optimizer step first.
         """
         self._require_open()
-        update = _Update(version, asyncio.get_running_loop().create_future())
+        update = WeightUpdate(version, asyncio.get_running_loop().create_future())
         self._updates.append(update)
         self._wake.set()
         await update.future
@@ -227,6 +217,13 @@ class OwnedEngine(BaseEngine):
                 if job.request.session == session:
                     job.request = replace(job.request, session=None)
         self._ended_sessions.clear()
+
+    def _count_step(self, rows: int) -> None:
+        """Count a decode step that sampled `rows` tokens."""
+        self._tokens += rows
+        self._decode_steps += 1
+        self.recorder.observe("engine/decode_batch", rows)
+        self.recorder.count("engine/tokens", rows)
 
     def _count_reused(self, tokens: int, age: int) -> None:
         """Count a finished request that reused `tokens` cached tokens of its session. The oldest of these tokens was `age` versions

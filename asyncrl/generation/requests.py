@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 # In characters. The record of a sequence contains the stop string that ended the sequence, so its length has a limit.
 _LONGEST_STOP = 512
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
@@ -92,8 +94,14 @@ def check_request(request: GenerationRequest, max_context: int) -> None:
         raise GenerationError(f"this request cannot be served: {problem}")
 
 
-def _are_biases(biases: Mapping[int, float]) -> bool:
-    return all(isinstance(token, Integral) and -100 <= bias <= 100 for token, bias in biases.items())
+def _are_stops(stop: Any) -> bool:
+    return not isinstance(stop, str) and all(0 < len(s) <= _LONGEST_STOP and not _SURROGATES.search(s) for s in stop)
+
+
+def _are_biases(biases: Any) -> bool:
+    # Not every mapping can be pickled, which sends a request to a worker.
+    is_dict = isinstance(biases, dict)
+    return is_dict and all(isinstance(token, Integral) and -100 <= bias <= 100 for token, bias in biases.items())
 
 
 def _sampling_problem(sampling: SamplingParams) -> str | None:
@@ -104,14 +112,14 @@ def _sampling_problem(sampling: SamplingParams) -> str | None:
         "top_p": ("0 < top_p <= 1", lambda p: 0 < p <= 1),
         "top_k": ("at least 0", lambda k: k >= 0),
         "stop": (
-            f"a tuple of strings of 1 to {_LONGEST_STOP} characters",
-            lambda stop: not isinstance(stop, str) and all(0 < len(text) <= _LONGEST_STOP for text in stop),
+            f"a tuple of strings of 1 to {_LONGEST_STOP} characters, none of them a lone surrogate",
+            _are_stops,
         ),
         "min_p": ("0 to 1", lambda p: 0 <= p <= 1),
         "repetition_penalty": ("a number above 0", lambda x: 0 < x < math.inf),
         "presence_penalty": ("-2 to 2", lambda x: -2 <= x <= 2),
         "frequency_penalty": ("-2 to 2", lambda x: -2 <= x <= 2),
-        "logit_bias": ("token ids, each with a number from -100 to 100", _are_biases),
+        "logit_bias": ("a dict of token ids, each with a number from -100 to 100", _are_biases),
         "bad_words": ("words of one token or more", all),
         "min_tokens": (f"0 to max_tokens = {sampling.max_tokens}", lambda n: 0 <= n <= sampling.max_tokens),
     }

@@ -36,7 +36,6 @@ from asyncrl.environments.loading import check_environment
 from asyncrl.errors import AsyncrlError, ConfigError, GenerationError
 from asyncrl.generation.requests import check_tokens, sampling_params
 from asyncrl.generation.vllm.versions import require_vllm
-from asyncrl.generation.worker.wire import check_sendable
 from asyncrl.models.parameters.source import (
     directory_or_hub,
     is_builder,
@@ -448,7 +447,6 @@ def _check_sampling(config: Config) -> None:
     request = GenerationRequest(np.zeros(1, np.int32), sampling, 0)
     try:
         check_tokens(request, vocabulary, has_tokenizer=True)
-        check_sendable(request)
     except GenerationError as error:
         raise ConfigError(f"rollout.logit_bias, bad_words, stop_token_ids: {error}") from error
 

@@ -14,7 +14,7 @@ from asyncrl.config.resolve import row_limit, with_values
 from asyncrl.config.schema import Config
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError
-from asyncrl.generation.vllm.versions import DP_SIZE, SERVED, refuse_data_parallel, require_vllm, vllm_problem
+from asyncrl.generation.vllm.versions import SERVED, require_vllm, vllm_problem
 from asyncrl.models.loading import describe_module
 from asyncrl.telemetry.machine import free_cores
 
@@ -164,8 +164,6 @@ def _reason_for_embedded(config: Config, device: torch.device) -> str | None:
         return f"model.dtype is {config.model.dtype}"
     if (problem := vllm_problem(device.type)) is not None:
         return problem
-    if (ranks := os.environ.get(DP_SIZE, "1")) != "1":
-        return f"the environment has {DP_SIZE}={ranks}"
     module = describe_module(config.model)
     if type(module).__name__ not in SERVED:
         return f"{type(module).__name__} has not been compared with vLLM's"
@@ -215,10 +213,8 @@ def place(
             where = f"shared, on the trainer's {device} ({_reason_to_share(config, trainer)})"
         line = f"generation: {where}; {trainer_threads} thread(s): {why_threads}"
         return Placement((), 0, trainer_threads, line, trainer, generates=world.generates)
-    _refuse_workers(config, device, world)
+    _refuse_workers(device, world)
     engine = f" with vLLM {require_vllm(trainer.type)}" if vllm else ""
-    if vllm:
-        refuse_data_parallel()
     devices = _devices(config, trainer, world, spare, count)
     split = generation.tensor_parallel
     workers = len(devices) // split
@@ -320,20 +316,13 @@ def _parse_device(text: str, trainer: torch.device, count: int) -> torch.device:
     return _with_index(device)
 
 
-def _refuse_workers(config: Config, device: torch.device, world: World) -> None:
+def _refuse_workers(device: torch.device, world: World) -> None:
     """Errors: ConfigError for a trainer whose weights workers cannot read."""
-    if device.type == "cpu":
-        return
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and torch.version.hip is not None):
         remedy = "leave distributed.roles out" if world.roles.differ else "use generation.placement=shared"
         raise ConfigError(
             f"generation runs in workers and the trainer is on {device}{' (ROCm)' if torch.version.hip else ''}: weights are "
             f"handed to workers in the memory of CPUs, or on NVIDIA's GPUs by CUDA IPC; {remedy}"
-        )
-    if config.generation.engine == "vllm" and config.algorithm.router_replay:
-        raise ConfigError(
-            f"generation.engine is vllm, algorithm.router_replay is true and the trainer is on {device}: routes are recorded by "
-            "Python code that CUDA graphs leave out; use generation.engine=embedded, or switch algorithm.router_replay off"
         )
 
 

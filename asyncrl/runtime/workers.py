@@ -31,7 +31,7 @@ from asyncrl.generation.worker.peer import Setup
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.policy import DTYPES, PolicyModel
 from asyncrl.models.reading import describe_extras
-from asyncrl.models.routing import RoutesShape, has_experts
+from asyncrl.models.routing import has_experts
 from asyncrl.transport.memory.board import Board, weight_slab
 from asyncrl.weights.broadcast import AllReaders, GeneratingNodes, Stripes, WeightReceiver, stripes
 from asyncrl.weights.orders import LineOrders, OrderDesk
@@ -157,7 +157,7 @@ def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
     config, context = run.config, row_limit(run.config)
     routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
     vllm = config.generation.engine == "vllm"
-    embedded = {"rest": describe_extras(policy), "stop_ids": eos_token_ids(policy.module, run.tokenizer)}
+    embedded = {"extras": describe_extras(policy), "stop_ids": eos_token_ids(policy.module, run.tokenizer)}
     return {
         "device": run.decided.device.type,
         "path": asdict(policy.path),
@@ -167,7 +167,7 @@ def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
         "vocabulary": int(policy.config.get_text_config().vocab_size),
         "routes": None if routes is None else astuple(routes),
         "lora": policy.lora and policy.lora.describe(),
-        "form": _vllm_form(policy, run.tokenizer, context, routes) if vllm else embedded,
+        "for_engine": _for_vllm(policy, run.tokenizer, context) if vllm else embedded,
     }
 
 
@@ -209,7 +209,7 @@ def _make_engine(
         "max_context": context,
         "kv_positions": max(placement.share(kv_positions), context),
         "threads": placement.threads,
-        "form": model["form"],
+        "for_engine": model["for_engine"],
     }
     logs = None if run.directory is None else run.directory.workers
     if logs is not None and world.world_size > 1:
@@ -232,9 +232,9 @@ async def _open_engine(run: OpenRun, engine: WorkerEngine) -> None:
         await engine.wait_until_serving()
 
 
-def _vllm_form(policy: PolicyModel, tokenizer: Any, context: int, routes: RoutesShape | None) -> dict[str, Any]:
+def _for_vllm(policy: PolicyModel, tokenizer: Any, context: int) -> dict[str, Any]:
     """The description of the model, without its weights, that vLLM needs, in JSON types. `context`: tokens of the longest row.
-    `routes`: shape of the routes; None: routes are not recorded. Errors: ConfigError."""
+    Errors: ConfigError."""
     if policy.path.name == "plain":
         raise ConfigError(
             f"generation.engine is vllm, and {type(policy.module).__name__} runs on the plain path, whose states and caches have "
@@ -257,6 +257,5 @@ def _vllm_form(policy: PolicyModel, tokenizer: Any, context: int, routes: Routes
         "stop_ids": eos_token_ids(policy.module, tokenizer),
         "position_bytes": cache.nbytes(policy.dtype),
         "kv_heads": cache.heads,
-        "routes": None if routes is None else asdict(routes),
         "routed": has_experts(policy.module),
     }

@@ -186,6 +186,7 @@ def test_the_two_corrections_are_never_applied_together() -> None:
         (["replay.size=4", "algorithm.importance.cap=null"], ("replay.size is 4", "importance.cap")),
         (["replay.size=4", "preset=one_off", "algorithm.advantage=gdpo"], ("replay.size is 4", "gdpo")),
         (["train.max_steps=null"], ("train.max_steps, train.max_epochs, train.time_limit_s",)),
+        (["generation.engine=vllm", "algorithm.router_replay=true"], ("router_replay is true", "engine=embedded")),
         (["reward.functions=[]"], ("reward.functions is empty", "file.py:function")),
         (["reward.model=org/rm", "train.kind=dry_run", "engine.kind=dry_run"], ("reward.model is org/rm", "dry_run")),
         (["data.train=null"], ("data.train is not set",)),

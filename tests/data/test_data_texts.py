@@ -11,14 +11,12 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.concurrency.channel import decode, encode
 from asyncrl.config.load import load_config
 from asyncrl.config.schema_rollouts import RolloutConfig
 from asyncrl.data.texts import CompletionText, Turn, eos_token_ids, notes
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generation.embedded.stops import StopStrings
 from asyncrl.generation.requests import check_request, sampling_params
-from asyncrl.generation.worker.wire import read_sequence, sequence_message
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -105,12 +103,6 @@ def test_a_stop_is_searched_in_the_text_that_is_cut(
     texts = [CompletionText(tokenizer, special_tokens=s, stop=False, recorder=recorder)(ended) for s in (True, False)]
     assert tuple(texts) == before
     assert recorder.drain()["text/stops_left_out"] == 2
-
-
-def test_a_stop_string_comes_with_the_sequence_of_a_worker() -> None:
-    for stop in (None, "é DONE"):
-        message = decode(bytearray(encode(*sequence_message(3, generation([5, 6], stop)))))
-        assert message is not None and read_sequence(message).stop == stop
 
 
 def test_a_plain_stop_token_is_in_the_text_unless_stops_are_cut() -> None:

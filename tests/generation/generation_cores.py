@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import warnings
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from asyncrl.generation.embedded.engine import cache_shape
 from asyncrl.generation.vllm.engine import CoreSpec, VllmEngine
 from asyncrl.generation.vllm.versions import installed_version, load_adapter
 from asyncrl.models.policy import PolicyModel
-from asyncrl.models.routing import RoutesShape, has_experts
+from asyncrl.models.routing import has_experts
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.weights.sync import WeightReader
@@ -45,7 +45,6 @@ from asyncrl.weights.sync import WeightReader
 VOCABULARY = 97
 MIXTURES = ("qwen3_moe", "mixtral", "olmoe")  # models with experts
 # Architectures of which one is looked at with each push: vLLM itself is held against each of them by tools/vllm_check.
-MOST_MIXTURES = ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES[1:])]
 MOST = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", *MIXTURES))]
 HAS_VLLM = installed_version() is not None
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: tools/vllm_check runs these")
@@ -96,19 +95,6 @@ def _mixture(architecture: str, sizes: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-@torch.no_grad()
-def plain_routes(plain: PreTrainedModel, tokens: Tensor) -> npt.NDArray[Any]:
-    """[L, layers, 2] by transformers' own forward over the row, for a model of `MIXTURES`."""
-    return routes_in(plain(input_ids=tokens[None], use_cache=False, output_router_logits=True))
-
-
-def routes_in(output: Any) -> npt.NDArray[Any]:
-    routes: npt.NDArray[Any] = torch.stack(
-        [each.softmax(-1).topk(2).indices for each in output.router_logits], 1
-    ).numpy()
-    return routes
-
-
 @dataclass
 class Waiting:
     """A request in the plain core."""
@@ -126,7 +112,6 @@ class PlainCore:
     def __init__(self, policy: PolicyModel, plain: PreTrainedModel, choose: Callable[[Sequence[str], Tensor], Tensor]):
         self._policy, self._plain, self._choose = policy, plain, choose
         self._requests: dict[str, Waiting] = {}
-        self._routes: dict[str, npt.NDArray[Any]] = {}  # of all positions, by the last step
         self.recomputed = 0
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int], salt: str) -> None:
@@ -151,22 +136,14 @@ class PlainCore:
 
     def step(self) -> list[Any]:
         with torch.no_grad():
-            rows = {name: self._logits(name, each) for name, each in self._requests.items()}
+            rows = {name: self._logits(each) for name, each in self._requests.items()}
         if not rows:
             return []
         tokens = self._choose(list(rows), torch.stack([row[-1] for row in rows.values()])).tolist()
         return [self._take(name, token, rows[name]) for name, token in zip(rows, tokens, strict=True)]
 
-    def routes(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
-        return self._routes[name][start:stop]
-
-    def _logits(self, name: str, each: Waiting) -> Tensor:
-        tokens = torch.tensor([each.prompt + each.tokens])
-        chosen = {"output_router_logits": True} if self._policy.routing is not None else {}
-        output = self._plain(input_ids=tokens, use_cache=False, **chosen)
-        if chosen:
-            self._routes[name] = routes_in(output)
-        logits: Tensor = output.logits[0]
+    def _logits(self, each: Waiting) -> Tensor:
+        logits: Tensor = self._plain(input_ids=torch.tensor([each.prompt + each.tokens]), use_cache=False).logits[0]
         return logits
 
     def _take(self, name: str, token: int, logits: Tensor) -> Any:
@@ -208,6 +185,8 @@ def vllm_core(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapter = load_adapter()
+        # vLLM keeps the variables of the first core of a process, such as a folder that is gone.
+        importlib.import_module("vllm.envs").disable_envs_cache()
         size = cache_shape(policy.config, 1, 1).nbytes(policy.dtype)
         room = adapter.CoreLimits(sequences + 1, max(context, 17), positions + 17, 64, size)
         form = adapter.ModelSpec(form_of(policy), policy.weights.layout(), policy.weights.working.clone())
@@ -264,7 +243,6 @@ async def opened_core(
     policy: PolicyModel,
     plain: PreTrainedModel,
     tokenizer: Any = None,
-    routes: RoutesShape | None = None,
     split: tuple[Board, bool] | None = None,
     parts: int = 2,
     **options: Any,
@@ -278,13 +256,13 @@ async def opened_core(
         sizes = dict(sequences=numbers["max_sequences"], context=numbers["max_context"], positions=positions)
         core = PlainCore(policy, plain, choose)
         if kind != "plain":
-            core = vllm_core(policy, choose, **sizes, routes=routes, split=split, parts=parts)
+            core = vllm_core(policy, choose, **sizes, split=split, parts=parts)
         cores.append(core)
         return core
 
     threads = torch.get_num_threads, torch.set_num_threads  # vLLM replaces the second one for good
     recorder = Recorder(nvtx=False)
-    made = CoreSpec(policy.dtype, VOCABULARY, (), routes, has_experts(policy.module))
+    made = CoreSpec(policy.dtype, VOCABULARY, (), has_experts(policy.module))
     try:
         async with (
             ThreadLane("test", recorder) as lane,

@@ -12,11 +12,11 @@ from pathlib import Path
 from torch import Tensor
 
 from asyncrl.concurrency.child import die_with_parent
+from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.worker import opening, server
-from asyncrl.generation.worker.serving import EmbeddedServing
 
 
-class Dying(EmbeddedServing):
+class Dying(EmbeddedEngine):
     def move_to(self, half: Tensor, version: int) -> None:
         super().move_to(half, version)
         if version:
@@ -32,5 +32,5 @@ def die_once() -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
-    opening.EmbeddedServing = Dying  # type: ignore[misc]
+    opening.EmbeddedEngine = Dying  # type: ignore[misc]
     asyncio.run(server.main(int(sys.argv[1])))

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -25,7 +26,6 @@ import numpy as np
 
 from asyncrl.concurrency.channel import Channel
 from asyncrl.concurrency.child import die_with_parent
-from asyncrl.generation.worker.wire import read_requests, sequence_message
 from asyncrl.types import FinishReason, Generation, GenerationRequest
 
 
@@ -68,7 +68,7 @@ class Light:
 
     async def take(self, message: dict[str, Any]) -> None:
         self.batches += 1
-        for number, request in read_requests(message):
+        for number, request in pickle.loads(message["data"])[0]:
             if request is None:
                 if number in self.running:
                     self.running.pop(number).cancel()
@@ -86,7 +86,7 @@ class Light:
         tokens = np.array(tokens_of(request), np.int32)
         logprobs = np.full(tokens.size, -1, np.float32)
         answer = Generation(tokens, logprobs, logprobs, np.array(versions, np.int32), FinishReason.LENGTH)
-        self.control.send(*sequence_message(number, answer))
+        self.control.send({"sequence": number}, pickle.dumps(answer))
         del self.running[number]
 
     async def report(self) -> None:

@@ -26,13 +26,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from asyncrl.concurrency.channel import decode, encode
 from asyncrl.config.resolve import resolve, warnings
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.generation.embedded.sampling import keyed_uniform, seed_array
 from asyncrl.generation.requests import sampling_params
-from asyncrl.generation.worker.wire import read_requests, requests_message
 from asyncrl.types import FinishReason, GenerationRequest, SamplingParams
 
 EVEN = tuple(range(0, VOCABULARY, 2))
@@ -161,17 +159,6 @@ async def test_what_cannot_be_drawn_is_refused() -> None:
         for sampling, text in cases:
             with pytest.raises(GenerationError, match=text):
                 await run.engine.generate(request(4, 0, **sampling))
-
-
-def test_they_travel_to_a_worker() -> None:
-    for way in WAYS:
-        sent = request(3, 1, **way)
-        message = decode(bytearray(encode(*requests_message([(7, sent), (8, None)]))))
-        assert message is not None
-        (number, received), given_up = read_requests(message)
-        assert (number, given_up) == (7, (8, None)) and received is not None
-        assert received.prompt_ids.tolist() == sent.prompt_ids.tolist()
-        assert received is not None and received.sampling == sent.sampling and hash(received.sampling) is not None
 
 
 class Words:

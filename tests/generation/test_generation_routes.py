@@ -13,11 +13,9 @@ import torch
 from generation_models import tiny_model
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from asyncrl.concurrency.channel import decode, encode
 from asyncrl.errors import ConfigError
 from asyncrl.generation.embedded.core import Core
 from asyncrl.generation.embedded.engine import open_core
-from asyncrl.generation.worker.wire import read_sequence, sequence_message
 from asyncrl.models.paths import FUSED, PACKED, ModelPath
 from asyncrl.models.policy import PolicyModel
 from asyncrl.types import FinishReason, Generation, GenerationRequest, SamplingParams
@@ -181,20 +179,6 @@ def test_the_next_turn_has_the_routes_of_the_whole_history() -> None:
     assert set(steps(core, 4)) == set(prompts) and core.tokens_prefilled - before == 3 + 2
     for other, prompt in prompts.items():
         check(core.sequences.generation(other, FinishReason.LENGTH), prompt, plain)
-
-
-def test_routes_cross_from_a_worker_to_its_node() -> None:
-    core, _, _ = opened()
-    slot = core.add(request(np.arange(7, dtype=np.int32), 4, 1), ())
-    steps(core, 4)
-    sent = core.sequences.generation(slot, FinishReason.LENGTH)
-    message = decode(bytearray(encode(*sequence_message(3, sent))))
-    assert message is not None
-    came = read_sequence(message)
-    assert sent.routed_experts is not None and came.routed_experts is not None
-    assert came.routed_experts.dtype == np.int8
-    np.testing.assert_array_equal(came.routed_experts, sent.routed_experts)
-    np.testing.assert_array_equal(came.token_ids, sent.token_ids)
 
 
 def test_nothing_is_recorded_unasked_and_a_dense_model_is_refused() -> None:

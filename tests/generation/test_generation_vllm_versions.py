@@ -63,16 +63,6 @@ def test_names_of_tensor_parallelism_elsewhere_lead_to_the_setting(name: str) ->
         config_of(f"{name}=2")
 
 
-def test_ranks_of_vllms_own_are_refused_where_the_engine_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its engine would wait for others that nobody starts."""
-    monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0")
-    monkeypatch.setenv("VLLM_DP_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"VLLM_DP_SIZE=2.*engine cannot be split by.*generation.workers"):
-        place(resolve(config_of()), torch.device("cpu"), World.from_env())
-    monkeypatch.setenv("VLLM_DP_SIZE", "1")
-    assert place(resolve(config_of()), torch.device("cpu"), World.from_env()).workers == 1
-
-
 @pytest.mark.parametrize(
     ("version", "text"),
     [

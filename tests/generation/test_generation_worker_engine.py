@@ -282,7 +282,7 @@ def test_turns_find_what_their_session_has_left_and_a_dead_worker_takes_only_its
         (request(4, 0, temperature=float("nan")), "temperature is nan"),
         (request(4, 0, top_p=0.0), "top_p is 0"),
         (replace(request(4, 0), prompt_ids=np.array([3, 23], np.int32)), r"token ids from 3 to 23, .*\[0, 23\)"),
-        (request(4, 0, stop=("\ud800",)), "this request cannot be served: .*surrogates"),
+        (request(4, 0, stop=("\ud800",)), "this request cannot be served: .*lone surrogate"),
     ],
 )
 def test_what_cannot_be_served_is_refused(held: Held, asked: GenerationRequest, text: str) -> None:

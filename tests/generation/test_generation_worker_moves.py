@@ -23,7 +23,7 @@ from transport_helpers import own_name
 from asyncrl.concurrency.channel import Channel
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group
-from asyncrl.generation.worker.serving import EmbeddedServing
+from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.parameters.packed import packing_works
 from asyncrl.models.policy import DTYPES, PolicyModel
@@ -94,7 +94,7 @@ class Made:
         self.trainer, self.owner, self.board, self.lane = sides.trainer, sides.owner, sides.board, lane
         node, worker = socket.socketpair()
         self.node, self._line = Channel(node, "worker 0"), Channel(worker, "the node")
-        self.engine = EmbeddedServing(
+        self.engine = EmbeddedEngine(
             sides.served, None, lane, Recorder(max_events=0), max_sequences=4, max_context=CONTEXT, **options
         )
         self.policy = self.engine.policy

@@ -169,11 +169,6 @@ def test_ranks_of_one_machine_share_out_the_gpus(
     ("device", "overrides", "words"),
     [
         (torch.device("mps"), WORKER, "the trainer is on mps: .* CUDA IPC; use generation.placement=shared"),
-        (
-            GPU,
-            (VLLM, "algorithm.router_replay=true"),
-            "router_replay is true and the trainer is on cuda:0: .*use generation",
-        ),
         (GPU, ("generation.devices=cpu",), "generation.devices has cpu and the trainer is on cuda:0"),
         (CPU, ("generation.devices=[cuda:0]",), "generation.devices has cuda:0 and the trainer is on cpu"),
         (

@@ -59,22 +59,17 @@ def windowed(seed: int) -> tuple[Any, Any]:
     return MistralForCausalLM(config), tokenizer()
 
 
-def experts(seed: int, head_dim: int = 16) -> tuple[Any, Any]:
+def experts(seed: int) -> tuple[Any, Any]:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=len(WORDS), hidden_size=64, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=head_dim, num_experts=32, num_experts_per_tok=4, norm_topk_prob=True,
+        num_key_value_heads=2, head_dim=16, num_experts=32, num_experts_per_tok=4, norm_topk_prob=True,
         initializer_range=0.15, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
     return Qwen3MoeForCausalLM(config), tokenizer()
-
-
-def wide_experts(seed: int) -> tuple[Any, Any]:
-    """With heads of the smallest size that vLLM takes."""
-    return experts(seed, head_dim=32)
 
 
 def tiny(seed: int) -> tuple[Any, Any]:

@@ -1,7 +1,6 @@
 """Router replay (R3): how far the trainer's log-probs are from the sampler's, with recorded routes and without.
 
     python tools/measure replay            # writes tools/results/replay.json and .png; exit 1 if the goal is missed
-    python tools/measure replay --engine vllm    # sampled by vLLM in a worker; writes replay_vllm.json and .png
 
 Two runs of a small Qwen3-MoE (four layers, 32 experts, four a token, random weights) in bfloat16 with float32 masters, alike but
 for `algorithm.router_replay`. They are sync, so each token is trained by the very weights that sampled it: what differs is the
@@ -21,7 +20,6 @@ import os
 import tempfile
 import time
 from datetime import date
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +49,15 @@ SETTINGS = {
 }
 
 
-# With heads that vLLM takes.
-VLLM = {"model.path": f"{MODELS}:wide_experts", "generation.engine": "vllm", "generation.threads": 1}
-
-
 class Listening:
     """The trainer's forward; of each with gradients it notes how far it is from the sampler, by version."""
 
     def __init__(self, forward: Any) -> None:
-        self.policy = forward.policy
         self._forward = forward
         self._parts: dict[int, list[Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         found = self._forward(batch, *args, **kwargs)
@@ -76,9 +72,9 @@ class Listening:
         return [(float((np.expm1(d) - d).mean()), float((np.abs(d) > math.log(2)).mean())) for d in joined]
 
 
-async def run(replay: bool, steps: int, folder: str, more: dict[str, Any]) -> dict[str, Any]:
+async def run(replay: bool, steps: int, folder: str) -> dict[str, Any]:
     """One run, with a number for each of its steps."""
-    options = SETTINGS | more | {"algorithm.router_replay": replay, "train.max_steps": steps, "run.dir": folder}
+    options = SETTINGS | {"algorithm.router_replay": replay, "train.max_steps": steps, "run.dir": folder}
     given = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()]
     rewards: list[float] = []
     started = time.perf_counter()
@@ -129,13 +125,11 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
 
 
 def main(options: argparse.Namespace) -> int:
-    more, name = ({}, "replay") if options.engine == "embedded" else (VLLM, "replay_vllm")
     with tempfile.TemporaryDirectory() as folder:
-        runs = [asyncio.run(run(replay, options.steps, folder, more)) for replay in (False, True)]
+        runs = [asyncio.run(run(replay, options.steps, folder)) for replay in (False, True)]
     without, with_replay = (each["mean_k3"] for each in runs)
     record = {
         "date": date.today().isoformat(),
@@ -145,9 +139,8 @@ def main(options: argparse.Namespace) -> int:
         "runs": runs,
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if util.find_spec("matplotlib") is not None:  # vLLM's environment has none
-        draw(runs, RESULTS / f"{name}.png")
+    (RESULTS / "replay.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    draw(runs, RESULTS / "replay.png")
     for each in runs:
         print({key: value for key, value in each.items() if not isinstance(value, list)})
     print(f"KL with replay is {with_replay / without:.3f} of that without; at most half is the goal")

@@ -60,11 +60,11 @@ class KVCache:
             (shape.layers, 2, self.total_positions * shape.heads * shape.head_size), dtype, device
         )
         self.kernel = kernel_for(device, dtype, shape.head_size)
-        self._view(shape)
+        self._set_shape(shape)
         # The native kernel reads only the positions that a row has, so it needs no masks.
         self.native = native.attends(shape.head_size, self._planes)
 
-    def _view(self, shape: CacheShape) -> None:
+    def _set_shape(self, shape: CacheShape) -> None:
         self.shape = shape
         rows = self._planes[..., : shape.rows * shape.heads * shape.positions * shape.head_size]
         if self.kernel is None:
@@ -92,7 +92,7 @@ class KVCache:
             raise ValueError(f"{rows} rows of {longest} positions do not fit into the cache of {self.total_positions}")
         positions = max(longest, min(preferred, self.total_positions // rows))
         old_data = self.data
-        self._view(replace(shape, rows=self.total_positions // positions, positions=positions))
+        self._set_shape(replace(shape, rows=self.total_positions // positions, positions=positions))
         length = int(cached_n.max(initial=0))
         if length == 0:
             return

@@ -133,6 +133,7 @@ class Core:
     def _find_prefix(self, request: GenerationRequest) -> tuple[int, int]:
         """The slot of the request's session whose cache has the longest usable beginning of the prompt, and the length of that
         beginning. The length is 0 if there is none."""
+        # The longest beginning so far: its length, whether it is a whole kept row, its slot.
         columns, best = self.sequences, (0, False, -1)
         if request.session is None or self.kept_max_age is None:
             return -1, 0

@@ -10,12 +10,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import Tensor
+
 from asyncrl.concurrency.lane import Lane
 from asyncrl.data.texts import eos_token_ids
 from asyncrl.generation.lifecycle import TRACK
 from asyncrl.generation.owner import Job, OwnedEngine, kept_age_limit
 from asyncrl.generation.requests import check_tokens
-from asyncrl.models.routing import require_routing
+from asyncrl.models.outputs import BOUNDS, bound_of, fixed_logprobs
+from asyncrl.models.routing import has_experts, require_routing
 from asyncrl.types import FinishReason, Generation, GenerationRequest
 
 from .cache import CacheShape, KVCache
@@ -73,7 +76,8 @@ def open_core(
 
 
 class EmbeddedEngine(OwnedEngine):
-    """Implements `ports.Engine` and `ports.WeightSink` on the trainer's model and lane, or on a worker's.
+    """Implements `ports.Engine`, `ports.WeightSink` and, in a worker, `weights.sync.BoardEngine`. Samples from the trainer's model
+    on the trainer's lane, or from a worker's model, which reads the weight board (models/reading.py).
 
     max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request. kv_positions: positions that the
     cache allocates for all rows together, each row as long as the longest running sequence. None: max_sequences x max_context.
@@ -102,8 +106,6 @@ class EmbeddedEngine(OwnedEngine):
         super().__init__(
             lane, recorder, max_sequences=max_sequences, max_context=max_context, kv_positions=kv_positions
         )
-        if prefill_tokens < 1:
-            raise ValueError(f"prefill_tokens is {prefill_tokens}, expected at least 1")
         self.policy = policy
         self.tokenizer = tokenizer
         if policy.device.type == "cuda":
@@ -124,6 +126,7 @@ class EmbeddedEngine(OwnedEngine):
         self._eos = eos_token_ids(policy.module, tokenizer) if eos is None else eos
         self._stop_strings: dict[int, StopStrings] = {}  # by slot
         self._core: Core | PlainCore | None = None
+        self.output_bound = bound_of(BOUNDS, policy.dtype, has_experts(policy.module))
 
     def check(self, request: GenerationRequest) -> None:
         super().check(request)
@@ -178,10 +181,7 @@ class EmbeddedEngine(OwnedEngine):
         # No rows: the version has changed since `needs_prefill` was read, so sequences must be prefilled again first.
         if not decoded.rows:
             return []
-        self._tokens += decoded.rows
-        self._decode_steps += 1
-        self.recorder.observe("engine/decode_batch", decoded.rows)
-        self.recorder.count("engine/tokens", decoded.rows)
+        self._count_step(decoded.rows)
         return self._ended_jobs(core, decoded)
 
     def _ended_jobs(self, core: Core | PlainCore, decoded: Decoded) -> list[tuple[Job, Generation]]:
@@ -202,3 +202,13 @@ class EmbeddedEngine(OwnedEngine):
 
     async def _refresh(self) -> int:
         return await self.lane.run(self.core.sync, name="engine/weights")
+
+    # -- weights.sync.BoardEngine -------------------------------------------------------------------------------------
+
+    def move_to(self, half: Tensor, version: int) -> None:
+        """Let the modules read the half in place. On a CPU the first step after the move packs the weights."""
+        self.policy.flat.move_to(half)
+        self.policy.version = version
+
+    async def outputs(self) -> list[float]:
+        return await self.lane.run(lambda: fixed_logprobs(self.policy), name="engine/outputs")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -37,14 +37,9 @@ logger = logging.getLogger("asyncrl.generation")
 _BUCKET_ROWS = 16
 # Steps before a capture. At their first calls libraries allocate memory, and a graph cannot contain the allocation.
 _WARM_UP = 2
-
-
-class Capture(Protocol):
-    """Records a computation, so that it can be repeated with the same memory."""
-
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Run `compute` at least once. Returns its result tensor and a function that fills the tensor; call the function first."""
-        ...
+# Runs a computation at least once. Returns its result tensor, and a function that computes the result again into the same tensor;
+# the tensor is filled only by that function.
+Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
 class CudaCapture:
@@ -68,9 +63,11 @@ class CudaCapture:
         return out, graph.replay
 
 
-class _Graph:
-    def __init__(self, inputs: Tensor, out: Tensor, replay: Callable[[], None], scratch: list[Tensor]) -> None:
-        self.inputs, self.out, self.replay, self._scratch = inputs, out, replay, scratch
+class _Graph(NamedTuple):
+    inputs: Tensor
+    out: Tensor
+    replay: Callable[[], None]
+    scratch: list[Tensor]  # is kept alive
 
 
 class DecodeGraphs:

@@ -52,10 +52,10 @@ def _mix(state: UInt64Array) -> UInt64Array:
     return state ^ (state >> np.uint64(31))
 
 
-def seed_array(seeds: list[int] | tuple[int, ...] | int) -> UInt64Array:
-    """Python ints of any size to uint64, modulo 2^64."""
-    values = [seeds] if isinstance(seeds, int) else seeds
-    return np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in values], dtype=np.uint64)
+def seed_array(seeds: list[int] | int) -> UInt64Array:
+    """Ints of any size, also of numpy, to uint64, modulo 2^64."""
+    values = seeds if isinstance(seeds, list) else [seeds]
+    return np.array([int(seed) & 0xFFFFFFFFFFFFFFFF for seed in values], dtype=np.uint64)
 
 
 def keyed_uniform(seed_N: UInt64Array, index_N: Int64Array) -> npt.NDArray[np.float64]:

@@ -11,8 +11,6 @@ Guarantees, the same as those of the embedded engine
   other sequences again. `recompute` computes all sequences again. Requests of different versions never share the keys and values
   of a prompt, except within a session: its next request may go on with the cached tokens of an earlier one, see `_CachedPrefix`.
 * No sequence is preempted, because vLLM's cache has room for all admitted requests.
-* If routes are recorded, each token has the routes with which it was sampled. A prompt has the routes of the keys and values that
-  its first token used, even if another request computed them.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -35,9 +32,7 @@ from asyncrl.generation.lifecycle import TRACK
 from asyncrl.generation.owner import Job, OwnedEngine, kept_age_limit
 from asyncrl.generation.requests import check_tokens
 from asyncrl.models.outputs import DECODED, bound_of, fixed_row
-from asyncrl.models.routing import RoutesShape
-from asyncrl.records.routes import MISSING
-from asyncrl.types import FinishReason, Generation, GenerationRequest, Int64Array, RoutesArray, SamplingParams
+from asyncrl.types import FinishReason, Generation, GenerationRequest, Int64Array, SamplingParams
 
 if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
@@ -53,13 +48,11 @@ ChooseTokens = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, 
 
 @dataclass(frozen=True, slots=True)
 class CoreSpec:
-    """The model that a core runs. `stop_ids`: all tokens that end a completion. `routes`: shape of the routes to record, or None.
-    `has_experts`: whether the model is a mixture of experts."""
+    """The model that a core runs. `stop_ids`: all tokens that end a completion. `has_experts`: some layers have experts."""
 
     dtype: torch.dtype
     vocabulary: int
     stop_ids: tuple[int, ...]
-    routes: RoutesShape | None = None
     has_experts: bool = False
 
 
@@ -77,13 +70,7 @@ class _CachedPrefix:
 class RunningRequest:
     """One running request with its sampled tokens. Only the lane changes it."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        stop_ids: tuple[int, ...],
-        stop_strings: StopStrings | None,
-        routes: RoutesShape | None,
-    ) -> None:
+    def __init__(self, request: GenerationRequest, stop_ids: tuple[int, ...], stop_strings: StopStrings | None) -> None:
         sampling = request.sampling
         self.request = request
         self.stop_ids = stop_ids
@@ -94,11 +81,6 @@ class RunningRequest:
         self.reused = 0  # tokens of the prompt that were cached
         self.count = 0  # sampled tokens
         self._stop_strings = stop_strings
-        self._prompt = int(request.prompt_ids.size)
-        self._routes: RoutesArray | None = None
-        if routes is not None:
-            limit = self._prompt + sampling.max_tokens
-            self._routes = np.full((limit, routes.layers, routes.k), MISSING, routes.dtype)
         self._tokens = np.zeros(sampling.max_tokens, np.int64)
         self._logprobs = np.zeros((2, sampling.max_tokens), np.float32)  # of the model; as sampled
         self._versions = np.zeros(sampling.max_tokens, np.int32)
@@ -119,23 +101,11 @@ class RunningRequest:
         self._tokens[index], self._logprobs[:, index], self._versions[index] = token, logprobs, version
         return None if self._stop_strings is None else self._stop_strings.hit(self._tokens[: self.count])
 
-    def keep_routes(self, read: Callable[[int, int], RoutesArray]) -> None:
-        """Store the routes of the tokens before the newest one. Call this before `append`. `read(start, stop)`: the routes of these
-        positions in the cache. Each position is read once, so its routes stay the same if the cache is computed again."""
-        if self._routes is not None:
-            stop = self._prompt + self.count
-            start = stop - 1 if self.count else 0
-            self._routes[start:stop] = read(start, stop)
-
     def generation(self, reason: FinishReason, stop: str | None) -> Generation:
         """The finished sequence, in copies. `stop`: the stop string that ended the sequence."""
-        completion = slice(0, self.count)
-        logprobs, sampled_logprobs = self._logprobs[:, completion].copy()
-        routes = None if self._routes is None else self._routes[: self._prompt + self.count].copy()
-        versions = self._versions[completion].copy()
-        return Generation(
-            self._tokens[completion].astype(np.int32), logprobs, sampled_logprobs, versions, reason, routes, stop
-        )
+        tokens, versions = self._tokens[: self.count].astype(np.int32), self._versions[: self.count].copy()
+        logprobs, sampled_logprobs = self._logprobs[:, : self.count].copy()
+        return Generation(tokens, logprobs, sampled_logprobs, versions, reason, stop=stop)
 
 
 class Replay:
@@ -170,7 +140,7 @@ class Replay:
 
 
 class VllmEngine(OwnedEngine):
-    """Implements `ports.Engine` and `worker.serving.Serving` with the core of a vLLM adapter."""
+    """Implements `ports.Engine` and `weights.sync.BoardEngine` with the core of a vLLM adapter."""
 
     def __init__(
         self,
@@ -225,7 +195,7 @@ class VllmEngine(OwnedEngine):
         """See the base class. Two more counts: `prefill_tokens` computed, and `copied_tokens` taken from a shared prompt."""
         return super().statistics() | {"prefill_tokens": float(self._prefilled), "copied_tokens": float(self._copied)}
 
-    # -- worker.serving.Serving
+    # -- weights.sync.BoardEngine
 
     def open_on_lane(self) -> None:
         """Create the core. Call this on the lane: vLLM's core belongs to the thread that creates it."""
@@ -275,7 +245,7 @@ class VllmEngine(OwnedEngine):
         if sampling.stop:
             assert self.tokenizer is not None  # `check` has refused the request otherwise
             stop_strings = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
-        running = RunningRequest(job.request, tuple(dict.fromkeys(stop_ids)), stop_strings, self.spec.routes)
+        running = RunningRequest(job.request, tuple(dict.fromkeys(stop_ids)), stop_strings)
         self._changes.append((slot, running))
         return slot
 
@@ -292,10 +262,7 @@ class VllmEngine(OwnedEngine):
         for tokens, age in reused:
             self._count_reused(tokens, age)
         for rows in batches:
-            self._tokens += rows
-            self._decode_steps += 1
-            self.recorder.observe("engine/decode_batch", rows)
-            self.recorder.count("engine/tokens", rows)
+            self._count_step(rows)
         # A request may have been aborted after it ended in a step of `replay`. Its slot is not in `_running` any more.
         return [(self._running[slot], generation) for slot, generation in ended if slot in self._running]
 
@@ -383,7 +350,6 @@ class VllmEngine(OwnedEngine):
             if output.token is None:
                 continue
             rows += 1
-            running.keep_routes(partial(self._core.routes, output.name))
             stop_string = running.append(output.token, self._sampled_logprobs[output.name], self.version)
             if not stop_string and not output.ended:
                 continue

@@ -20,30 +20,16 @@ def temporary_folder() -> Iterator[str]:
     group behind. First the folders of killed processes are removed. Errors: OSError."""
     original, root = tempfile.tempdir, tempfile.gettempdir()
     _remove_orphans(Path(root))
-    folder, descriptor = _locked_folder(root)
-    tempfile.tempdir = folder
-    try:
-        yield folder
-    finally:
-        tempfile.tempdir = original
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _locked_folder(root: str) -> tuple[str, int]:
-    """A new folder, and a descriptor with a lock. The lock shows other processes, also in other containers, that this one lives."""
-    while True:
-        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
-        # Another process may remove the folder before it is locked.
-        with contextlib.suppress(FileNotFoundError):
-            descriptor, named = os.open(folder, os.O_RDONLY), False
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                if named := os.path.exists(folder):
-                    return folder, descriptor
-            finally:
-                if not named:
-                    os.close(descriptor)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=root, ignore_cleanup_errors=True) as folder:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            # The lock shows other processes, also in other containers, that this process lives.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            tempfile.tempdir = folder
+            yield folder
+        finally:
+            tempfile.tempdir = original
+            os.close(descriptor)
 
 
 def _remove_orphans(root: Path) -> None:
@@ -53,8 +39,10 @@ def _remove_orphans(root: Path) -> None:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(descriptor).st_uid == os.geteuid():
-                    for file in folder.iterdir():
+                files = [*folder.iterdir()]
+                # The process of an empty folder may be about to lock it.
+                if files and os.fstat(descriptor).st_uid == os.geteuid():
+                    for file in files:
                         remove_segments(file.name)
                     shutil.rmtree(folder)
             finally:

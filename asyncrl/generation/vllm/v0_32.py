@@ -46,13 +46,10 @@ from vllm.v1.sample.sampler import Sampler
 
 from asyncrl.errors import ConfigError, first_line
 from asyncrl.models.parameters.layout import Layout
-from asyncrl.models.routing import RoutesShape
-from asyncrl.types import RoutesArray
 
 from .engine import ChooseTokens
 from .recording import RecordedPiece, fill, record, require_all_read
 from .temporary import temporary_folder
-from .v0_32_routes import CachedRoutes
 from .v0_32_split import TRANSFER, Split, SplitExecutor, sends_tokens
 from .versions import BLOCK, GPU_WORKSPACE
 
@@ -115,13 +112,10 @@ class VllmCore:
         spec: ModelSpec,
         limits: CoreLimits,
         choose: ChooseTokens,
-        *,
-        routes: RoutesShape | None = None,
         split: Split | None = None,
     ) -> None:
-        """`choose`: samples the tokens of a step. `routes`: shape of the routes to record, or None. `split`: over which devices the
-        engine is split; None: it is not split. Errors: ConfigError if vLLM cannot run this model, or if new weights could not be
-        copied into it."""
+        """`choose`: samples the tokens of a step. `split`: over which devices the engine is split; None: it is not split. Errors:
+        ConfigError if vLLM cannot run this model, or if new weights could not be copied into it."""
         device = spec.buffer.device
         _require_build(device)
         if split is not None:
@@ -163,9 +157,6 @@ class VllmCore:
             transfer = {"board": split.board, "weights": self._weights, "fetches": False}
             executor.driver_worker.init_weight_transfer_engine(transfer)
         _require_cache(self._core, limits)
-        self._routes: CachedRoutes | None = None
-        if routes is not None:
-            self._routes = CachedRoutes(runner, routes, self._core.scheduler.kv_cache_config)
 
     # -- requests: between two steps
 
@@ -210,11 +201,6 @@ class VllmCore:
         counts = dict(self._scheduled)
         sampled = [_step_output(output, counts.pop(output.request_id, 0)) for output in outputs]
         return sampled + [StepOutput(name, None, False, False, count, 0, None) for name, count in counts.items()]
-
-    def routes(self, name: str, start: int, stop: int) -> RoutesArray:
-        """Routes [stop - start, layers, k] of the tokens at these positions. The request must have been in the last step."""
-        assert self._routes is not None, "routes are not recorded"
-        return self._routes.of(name, start, stop)
 
     # -- weights: between two steps
 
@@ -275,7 +261,7 @@ def loading(spec: ModelSpec) -> Iterator[type[_Loader]]:
     Errors: ConfigError for an architecture that vLLM does not have."""
     loader = type("BufferLoader", (_Loader,), {"spec": spec})
     register_model_loader(_FORMAT)(loader)
-    _inspect_here(spec.config["architectures"])
+    _load_classes(spec.config["architectures"])
     with _plain_layers(spec.buffer.device):
         yield loader
 
@@ -317,14 +303,14 @@ def _plain_layers(device: torch.device) -> Iterator[None]:
         # On a GPU all layers do, except those that `require_supported` refuses.
         yield
         return
-    from .v0_32_cpu import unbound_memory, unpacked
+    from .v0_32_cpu import unpacked
 
-    with unbound_memory(), unpacked():
+    with unpacked():
         yield
 
 
-def _inspect_here(architectures: Sequence[str]) -> None:
-    """Load the model's class in this process. vLLM would start another process for that, which is slow."""
+def _load_classes(architectures: Sequence[str]) -> None:
+    """Load the model's class in this process. vLLM would start another process for that, which is slow. Errors: ConfigError."""
     registered = ModelRegistry.models
     for name in architectures:
         if name not in registered:
@@ -453,17 +439,12 @@ def _computes_in_place(experts: RoutedExperts, device: torch.device) -> bool:
 
 
 def _require_cache(core: Any, limits: CoreLimits) -> None:
-    """Errors: ConfigError if the cache has another size than the requested one, or if a sequence could be preempted.
+    """Errors: ConfigError if the cache is too small, so that a sequence could be preempted.
 
     If layers differ (sliding windows beside full attention), vLLM splits them into groups of equal size. A sequence needs blocks in
     each group. The padding of the last group takes memory too."""
-    config, requested = core.vllm_config.cache_config, _cache_bytes(limits)
-    if config.kv_cache_memory_bytes != requested:
-        raise ConfigError(
-            f"generation.engine is vllm, which was asked for a cache of {requested:,} bytes and has made one of "
-            f"{config.kv_cache_memory_bytes:,}; remove VLLM_CPU_KVCACHE_SPACE from the environment"
-        )
-    groups, blocks = len(core.scheduler.kv_cache_config.kv_cache_groups), int(config.num_gpu_blocks)
+    groups = len(core.scheduler.kv_cache_config.kv_cache_groups)
+    blocks = int(core.vllm_config.cache_config.num_gpu_blocks)
     needed = groups * (_blocks(limits) - 1) + 1
     if blocks < needed:
         raise ConfigError(

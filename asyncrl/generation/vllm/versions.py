@@ -7,7 +7,6 @@ from importlib import import_module, metadata, util
 from types import ModuleType
 
 from asyncrl.builds import install_command
-from asyncrl.config.fields import SPLIT_ENGINE_MESSAGE
 from asyncrl.errors import ConfigError
 
 ADAPTERS = {(0, 32): "v0_32", (0, 33): "v0_32"}
@@ -30,10 +29,11 @@ ENVIRONMENT = {
     # Triton's products of float32 would be TF32 on a GPU, which the comparison of outputs refuses.
     "TRITON_F32_DEFAULT": "ieee",
 }
-# The variable with the number of engines in a data-parallel group of vLLM.
-DP_SIZE = "VLLM_DP_SIZE"
-# Variables that would override the size of the cache that the adapter asks for.
-OVERRIDING = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_CI_ENV")
+# Variables that are removed. They would override the size of the cache that the adapter asks for, or make the engine wait for other
+# engines of a data-parallel group.
+OVERRIDING = (
+    "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_CI_ENV", "VLLM_DP_SIZE", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL"
+)  # fmt: skip
 
 
 def installed_version() -> str | None:
@@ -71,13 +71,6 @@ def vllm_problem(device: str) -> str | None:
     if device != "cpu" and version.endswith("cpu"):
         return f"vLLM {version} is installed here, a build for CPUs"
     return None
-
-
-def refuse_data_parallel() -> None:
-    """Errors: ConfigError if the environment declares several vLLM engines. This engine would wait for the others for ever."""
-    size = os.environ.get(DP_SIZE, "1")
-    if size != "1":
-        raise ConfigError(f"generation.engine is vllm and {DP_SIZE}={size} is set; {SPLIT_ENGINE_MESSAGE}; unset it")
 
 
 def load_adapter() -> ModuleType:

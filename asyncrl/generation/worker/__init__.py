@@ -3,8 +3,9 @@
     rank    engine.py    the engine that the run uses: requests, generations, weights, restarts of dead workers
             router.py    chooses the worker of each request
             peer.py      the rank's side of one worker: process, queue of requests, weights that were sent
-    worker  main.py      the program; server.py loads the model, binds it to the weight board and serves requests
-    both    wire.py      requests and finished sequences as bytes, sent over a channel (concurrency/channel.py)
+    worker  main.py      the program
+            server.py    receives requests and weights over a channel (concurrency/channel.py), and sends generations
+            opening.py   creates the engine and attaches the weight board
 
 Start reading in `engine.py`.
 """

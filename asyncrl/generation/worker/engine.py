@@ -5,9 +5,10 @@
     pin(version) --> one worker keeps that version and answers only pinned requests (pin.py)
 
 Guarantees
-* A request is answered once. The engine takes every answer that a worker sent before it died. A dead worker's unanswered requests
-  go to another worker or to its successor, with the same seeds. A successor starts with the current weights, but the successor
-  of a pinned worker starts with the pinned weights. What the dead worker kept for sessions is computed again.
+* A request is answered once. The engine takes every answer that a worker sent before the worker died. The unanswered requests of a
+  dead worker go, with the same seeds, to other workers or to the worker that replaces it, its successor. A successor starts with
+  the current weights, and the successor of a pinned worker with the pinned weights. What the dead worker kept for sessions is
+  computed again.
 * The engine kills a worker that sends nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`.
   While a worker starts, both limits are `stage_timeout_s`, but a silent worker without CPU time is killed after `loop_timeout_s`.
 * Three failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ import anyio
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.errors import GenerationError, WorkerDied
-from asyncrl.generation.lifecycle import BaseEngine
+from asyncrl.generation.lifecycle import BaseEngine, WeightUpdate
 from asyncrl.generation.requests import check_request, check_tokens
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, PostedVersion
@@ -37,7 +39,6 @@ from .names import remove_orphans
 from .peer import LEAVE_S, Peer, Setup
 from .pin import Pin, Pins
 from .router import RoutedJob, Router
-from .wire import check_sendable, read_sequence
 
 logger = logging.getLogger("asyncrl.generation")
 
@@ -66,12 +67,6 @@ class WorkerLimits:
         return self.max_sequences + max(2, self.max_sequences // 8)
 
 
-@dataclass(slots=True)
-class _WorkerUpdate:
-    version: int
-    future: asyncio.Future[None]
-
-
 class WorkerEngine(BaseEngine):
     """Implements `ports.Engine`, and `update_weights` of a weight board. See the module docstring.
 
@@ -95,7 +90,7 @@ class WorkerEngine(BaseEngine):
         self._router = Router(limits.capacity, by_group)
         self._peers: dict[int, Peer] = {}  # alive
         self._pins = Pins(self._router, self._peers, recorder, self._assign)
-        self._updates: list[_WorkerUpdate] = []
+        self._updates: list[WeightUpdate] = []
         self._dead_statistics: dict[str, float] = {}  # sums over dead workers
         self._finishes: Counter[int] = Counter()  # sequences, by worker
         self._aborted = 0
@@ -111,7 +106,6 @@ class WorkerEngine(BaseEngine):
         self._require_open()
         check_request(request, self.limits.max_context)
         check_tokens(request, self.limits.vocabulary, self.limits.has_tokenizer)
-        check_sendable(request)
         job = self._router.add(request, asyncio.get_running_loop().create_future(), pinned=pinned)
         self._assign()
         try:
@@ -137,12 +131,10 @@ class WorkerEngine(BaseEngine):
         `outputs`: log-probs that the trainer computes with the version (models/outputs.py). A worker with other log-probs ends the
         engine with a DivergenceError a moment later."""
         self._require_open()
-        pinned = self._pins.reads(half)
-        assert not pinned or self._pins.newest == (version, half, outputs), (
-            "the half was written while a worker reads it"
-        )
+        repeated = self._pins.newest == (version, half, outputs)
+        assert repeated or not self._pins.reads(half), "the half was written while a worker reads it"
         self._pins.newest = PostedVersion(version, half, outputs)
-        update = _WorkerUpdate(version, asyncio.get_running_loop().create_future())
+        update = WeightUpdate(version, asyncio.get_running_loop().create_future())
         self._updates.append(update)
         for peer in self._peers.values():
             if peer.ready and self._pins.of(peer.number) is None:
@@ -203,15 +195,18 @@ class WorkerEngine(BaseEngine):
             for number in range(self.limits.workers):
                 spawn(tasks, f"worker {number}", self._run_worker, number)
 
-    def _deliver(self, number: int, generation: Generation) -> None:
+    def _answer(self, number: int, answer: Generation | GenerationError) -> None:
         job = self._router.find(number)
         if job is None:
             return  # the caller was cancelled before this answer came
         worker = self._router.remove(job)
         assert worker is not None
-        self._finishes[worker] += 1
+        self._finishes[worker] += isinstance(answer, Generation)
         if not job.future.done():
-            job.future.set_result(generation)
+            if isinstance(answer, Generation):
+                job.future.set_result(answer)
+            else:
+                job.future.set_exception(answer)
         self._assign()
         self._answer_updates()
 
@@ -219,7 +214,6 @@ class WorkerEngine(BaseEngine):
         for job in self._router.assign():
             assert job.worker is not None
             self._peers[job.worker].put(job.number, job.request)
-        self.recorder.gauge("engine/unsent", self._router.waiting)
 
     def _abort(self, job: RoutedJob) -> None:
         worker = self._router.remove(job)
@@ -284,18 +278,9 @@ class WorkerEngine(BaseEngine):
             self._pins.finish_ended_pin()
             self._answer_updates()
         if "sequence" in message:
-            self._deliver(int(message["sequence"]), read_sequence(message))
+            self._answer(int(message["sequence"]), pickle.loads(message["data"]))
         if "failed" in message:
-            self._fail(int(message["failed"]), str(message["error"]))
-
-    def _fail(self, number: int, text: str) -> None:
-        job = self._router.find(number)
-        if job is not None:
-            self._router.remove(job)
-            if not job.future.done():
-                job.future.set_exception(GenerationError(text))
-            self._assign()
-            self._answer_updates()
+            self._answer(int(message["failed"]), GenerationError(str(message["error"])))
 
     async def _watch(self, peer: Peer) -> None:
         loop = asyncio.get_running_loop()
@@ -319,7 +304,7 @@ class WorkerEngine(BaseEngine):
         self._router.remove_worker(peer.number)
         self._pins.finish_ended_pin()
         self._assign()
-        # Before its end the process may still read the old weights.
+        # A process that still runs may read the old weights.
         if peer.process.ended.done():
             self._answer_updates()
 

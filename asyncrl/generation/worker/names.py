@@ -6,12 +6,11 @@ import contextlib
 import os
 import re
 import secrets
-import stat
 from pathlib import Path
 
-from ...errors import ArenaOwned
+from ...errors import ArenaOwned, TransportError
 from ...transport.inventory import clear
-from ...transport.memory.segment import DIRECTORY, PREFIX, check_platform
+from ...transport.memory.segment import DIRECTORY, PREFIX
 
 # Segments with such a name may be deleted. So the pattern must not match a name that a user would choose.
 _GENERATED_NAME = re.compile(r"worker-[a-z]+-\d+\.\d+\.[0-9a-f]{12}")
@@ -25,16 +24,14 @@ def segment_name() -> str:
 def remove_orphans() -> list[str]:
     """Remove this user's worker segments whose owner process is dead, even damaged segments. Returns their names.
 
-    A suspended owner counts as alive. The function reads files, so call it in a thread. Errors: PlatformError.
+    A suspended owner counts as alive. The function reads files, so call it in a thread.
     """
-    check_platform()
     removed = []
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}worker-*")):
         name = path.name.removeprefix(PREFIX)
-        # ArenaOwned: the owner lives, or another process is removing the segment.
-        with contextlib.suppress(ArenaOwned, FileNotFoundError):
-            status = path.lstat()
-            if _GENERATED_NAME.fullmatch(name) and stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        # ArenaOwned: the owner lives, or another process is removing the segment. TransportError: no segment of this user.
+        with contextlib.suppress(ArenaOwned, FileNotFoundError, TransportError):
+            if _GENERATED_NAME.fullmatch(name):
                 clear(name, drop_records=True)
                 removed.append(name)
     return removed

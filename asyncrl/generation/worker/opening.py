@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.schema import Config
+from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.generation.vllm.engine import ChooseTokens, CoreSpec, VllmEngine
 from asyncrl.generation.vllm.versions import load_adapter, require_vllm
 from asyncrl.models.loading import load_tokenizer_of
@@ -18,11 +19,10 @@ from asyncrl.models.parameters.layout import Layout
 from asyncrl.models.paths import ModelPath
 from asyncrl.models.policy import DTYPES
 from asyncrl.models.reading import ModelSkeleton, open_reader
-from asyncrl.models.routing import RoutesShape
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board, wait_for_device
 
-from .serving import EmbeddedServing
+Serving: TypeAlias = EmbeddedEngine | VllmEngine
 
 
 async def open_serving(
@@ -32,7 +32,7 @@ async def open_serving(
     lane: ThreadLane,
     recorder: Recorder,
     report_stage: Callable[[str], None],
-) -> tuple[EmbeddedServing | VllmEngine, Board]:
+) -> tuple[Serving, Board]:
     """The engine (not yet opened with `async with`) and the board with its weights. Takes minutes for a large model. `report_stage`
     is called with a text at each stage. Errors: ConfigError; TransportError if the board has another layout."""
     options = {name: setup[name] for name in ("max_sequences", "max_context", "kv_positions")}
@@ -41,19 +41,19 @@ async def open_serving(
     if config.generation.engine == "vllm":
         return await _open_vllm(setup, config, device, lane, recorder, report_stage, options)
     report_stage("building the model")
-    path, description = ModelPath(**setup["path"]), setup["form"]
+    path, description = ModelPath(**setup["path"]), setup["for_engine"]
     skeleton = await lane.run(lambda: ModelSkeleton(config.model), name="engine/skeleton")
     digest = skeleton.digest()
     board, half = await _attach_board(setup, digest, device, lane)
     policy = await lane.run(
-        lambda: open_reader(skeleton, half, description["rest"], path, setup["max_context"], config.seed),
+        lambda: open_reader(skeleton, half, description["extras"], path, setup["max_context"], config.seed),
         name="engine/load",
     )
     if setup["board"]["slab"] is not None:
         # The move frees the policy's own weights before the cache is allocated. The trainer may use the same GPU.
         await lane.run(lambda: policy.flat.move_to(half), name="engine/bind")
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
-    engine = EmbeddedServing(
+    engine = EmbeddedEngine(
         policy,
         tokenizer,
         lane,
@@ -88,9 +88,9 @@ async def _open_vllm(
     recorder: Recorder,
     report_stage: Callable[[str], None],
     options: dict[str, Any],
-) -> tuple[EmbeddedServing | VllmEngine, Board]:
+) -> tuple[Serving, Board]:
     # The setup describes the model; the weights come only from the board. No checkpoint is read.
-    description, dtype = setup["form"], DTYPES[config.model.dtype]
+    description, dtype = setup["for_engine"], DTYPES[config.model.dtype]
     layout = Layout.from_message(description["layout"])
     digest = layout.digest(dtype)
     # One copy suffices: vLLM has its own parameters, and reads the board's copy only in `bind`.
@@ -104,10 +104,9 @@ async def _open_vllm(
         context=max(options["max_context"], TOKENS + 1),
         positions=options["kv_positions"] + TOKENS + 1,
         step_tokens=config.engine.prefill_tokens,
-        # In one process: a split engine divides the key-value heads, but every process has at least one.
+        # A split engine divides the key-value heads among its processes, but every process has at least one.
         position_bytes=description["position_bytes"] // min(len(setup["devices"]), description["kv_heads"]),
     )
-    routes = None if description["routes"] is None else RoutesShape(**description["routes"])
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
 
     devices, copies = [torch.device(name) for name in setup["devices"]], setup["copies"]
@@ -115,11 +114,11 @@ async def _open_vllm(
 
     def open_core(choose: ChooseTokens) -> Any:
         spec = adapter.ModelSpec(description["config"], layout, half)
-        return adapter.VllmCore(spec, limits, choose, routes=routes, split=split)
+        return adapter.VllmCore(spec, limits, choose, split=split)
 
     engine = VllmEngine(
         open_core,
-        CoreSpec(dtype, description["vocabulary"], tuple(description["stop_ids"]), routes, description["routed"]),
+        CoreSpec(dtype, description["vocabulary"], tuple(description["stop_ids"]), description["routed"]),
         tokenizer,
         lane,
         recorder,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,6 @@ from asyncrl.errors import ConfigError, DivergenceError, TransportError, WorkerD
 from asyncrl.telemetry.parcels import add_parcel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import GenerationRequest
-
-from .wire import requests_message
 
 PROGRAM = "asyncrl.generation.worker.main"
 # A worker that was asked to end is killed after this time.
@@ -37,7 +36,7 @@ class Peer:
     """See the module docstring. `receive` runs until the process has ended. Call `process.aclose` afterwards."""
 
     def __init__(self, number: int, setup: Setup) -> None:
-        """Starts the process. Errors: OSError."""
+        """Start the process. Errors: OSError."""
         self.number = number
         # Whether the worker has loaded its model.
         self.ready = False
@@ -46,7 +45,7 @@ class Peer:
         # From the newest report. `closure`: name of the running closure on the worker's lane, and its seconds so far; None: none.
         self.statistics: dict[str, float] = {}
         self.closure: tuple[str, float] | None = None
-        # Loop times of the newest message, and of the last check that found more processor time of the worker than before.
+        # Loop times: of the newest message; of the last check at which the worker had used the processor since the check before.
         self.last_message_at = self._computed_at = asyncio.get_running_loop().time()
         self._processor_s = 0.0
         self._leaving = False
@@ -78,10 +77,10 @@ class Peer:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        message, data = requests_message(self._outbox, self._ended_sessions)
+        data = pickle.dumps((self._outbox, self._ended_sessions), pickle.HIGHEST_PROTOCOL)
+        self.process.channel.send({"requests": len(self._outbox)}, data)
         self._outbox.clear()
         self._ended_sessions.clear()
-        self.process.channel.send(message, data)
 
     async def receive(self, recorder: Recorder, on_message: Callable[[Peer, dict[str, Any]], None]) -> None:
         """Receive messages until the worker ends; store its reports. Errors: WorkerDied; DivergenceError for wrong weights;

@@ -1,6 +1,6 @@
 """Chooses the worker of each request. The router only keeps lists: it never waits and sends nothing.
 
-Requests with the same `prefix_key` go to one worker, their *home*, as long as the home has one of them. So their prompt is
+Requests with the same `prefix_key` go to one worker, their *home*, as long as that worker has one of them. So their prompt is
 prefilled once. A worker may keep the keys and values of a session, so the session's next request goes to the same worker, unless
 that worker is full or has too large a share of the reserved tokens (prompt + max_tokens). Other requests go to the worker with the
 fewest reserved tokens. A worker gets at most `capacity` requests: those that it can run and a small reserve, so that the worker
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -49,6 +50,7 @@ class _Load:
 
     jobs: dict[int, RoutedJob] = field(default_factory=dict)  # by number
     reserved: int = 0  # tokens
+    prefixes: Counter[str | None] = field(default_factory=Counter)  # number of `jobs` with each prefix key
 
 
 class Router:
@@ -60,8 +62,6 @@ class Router:
         self._numbers = itertools.count()
         self._waiting: dict[int, RoutedJob] = {}  # by number, in the order of sending
         self._loads: dict[int, _Load] = {}  # by worker, only workers in service
-        # Prefix key -> (its home, number of unanswered sent requests). The number includes requests at a former home, now pinned.
-        self._homes: dict[str, tuple[int, int]] = {}
         self._sessions: dict[str, int] = {}  # session -> the worker of its last request
         self.pinned: int | None = None  # the pinned worker, even if it is out of service
 
@@ -118,17 +118,13 @@ class Router:
         load = None if self.pinned is None else self._loads.get(self.pinned)
         return 0 if load is None else sum(not job.pinned for job in load.jobs.values())
 
-    def remove_worker(self, worker: int) -> int:
-        """Take the worker out of service. Its requests wait again, in their original order. Returns their number."""
-        load = self._loads.pop(worker, None)
+    def remove_worker(self, worker: int) -> None:
+        """Take the worker out of service. Its requests wait again, in their original order."""
+        load = self._loads.pop(worker, _Load())
         self._sessions = {session: home for session, home in self._sessions.items() if home != worker}
-        if load is None or not load.jobs:
-            return 0
         for job in load.jobs.values():
             job.worker = None
-            self._count_down_home(job)
         self._sort(load.jobs | self._waiting)
-        return len(load.jobs)
 
     def assign(self) -> Iterator[RoutedJob]:
         """Assign waiting requests to workers, in order, and yield each one after setting its `worker`. A request whose home is full
@@ -144,12 +140,9 @@ class Router:
             load.jobs[job.number] = job
             load.reserved += job.reserved
             job.worker = worker
-            key, session = job.request.prefix_key, job.request.session
-            if key is not None:
-                _, count = self._homes.get(key, (worker, 0))
-                self._homes[key] = worker, count + 1
-            if session is not None:
-                self._sessions[session] = worker
+            load.prefixes[job.request.prefix_key] += 1
+            if job.request.session is not None:
+                self._sessions[job.request.session] = worker
             yield job
 
     def end_session(self, session: str) -> None:
@@ -172,7 +165,9 @@ class Router:
         if load is None or load.jobs.pop(job.number, None) is None:
             return None
         load.reserved -= job.reserved
-        self._count_down_home(job)
+        load.prefixes[key := job.request.prefix_key] -= 1
+        if not load.prefixes[key]:
+            del load.prefixes[key]
         return job.worker
 
     def clear(self) -> list[RoutedJob]:
@@ -180,7 +175,6 @@ class Router:
         jobs = self._all_jobs()
         self._waiting.clear()
         self._loads.clear()
-        self._homes.clear()
         self._sessions.clear()
         return jobs
 
@@ -202,25 +196,17 @@ class Router:
                 return min((worker for worker in loads if worker != chosen), default=None)
             return chosen if self.serves(chosen) else None
         key = job.request.prefix_key
-        home = None if key is None or key not in self._homes else self._homes[key][0]
-        if home is not None and home in loads and home != self.pinned:
+        # A group whose home was pinned for a while is at two workers. The home is then the worker with more of its requests.
+        at = {w: load.prefixes[key] for w, load in loads.items() if w != self.pinned and load.prefixes[key]}
+        if key is not None and at:
+            home = max(at, key=at.__getitem__)
             return home if self._has_room(loads[home]) else None
         free = [worker for worker, load in loads.items() if worker != self.pinned and self._has_room(load)]
         least = min(free, key=lambda worker: (loads[worker].reserved, worker), default=None)
-        home = None if job.request.session is None else self._sessions.get(job.request.session)
-        if least is None or home not in free:
+        last = None if job.request.session is None else self._sessions.get(job.request.session)
+        if least is None or last not in free:
             return least
-        return home if loads[home].reserved <= _MAX_LOAD_RATIO * (loads[least].reserved + job.reserved) else least
+        return last if loads[last].reserved <= _MAX_LOAD_RATIO * (loads[least].reserved + job.reserved) else least
 
     def _has_room(self, load: _Load) -> bool:
         return len(load.jobs) < self.capacity
-
-    def _count_down_home(self, job: RoutedJob) -> None:
-        key = job.request.prefix_key
-        if key is None or key not in self._homes:
-            return
-        worker, count = self._homes[key]
-        if count > 1:
-            self._homes[key] = worker, count - 1
-        else:
-            del self._homes[key]

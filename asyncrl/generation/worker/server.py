@@ -1,7 +1,7 @@
 """The program of a generation worker. `rank` is the process that started the worker.
 
 A worker builds the model without its weights, binds the parameters to the weight board, and serves requests with an engine: the
-embedded engine or vLLM (`opening.py`). Closures run on the worker's lane; meanwhile its event loop only moves messages.
+embedded engine or vLLM (`opening.py`). Closures run on the worker's lane. The event loop only moves messages.
 
     {"setup": ...}              rank -> worker    the first message
     {"stage": text}             worker -> rank    progress of the start
@@ -10,8 +10,8 @@ embedded engine or vLLM (`opening.py`). Closures run on the worker's lane; meanw
                                 rank -> worker    move to version v, in half h of the board; o: see `PostedVersion`
     {"bound": v}                worker -> rank    every later token is sampled with this version
     {"report": ...}             worker -> rank    every `_REPORT_S`: statistics, running closure, telemetry
-    {"requests": ...}           rank -> worker    see wire.py
-    {"sequence": n, ...}        worker -> rank    see wire.py
+    {"requests": count}         rank -> worker    with a pickle: [(number, request; None cancels it), ...], [ended session, ...]
+    {"sequence": n}             worker -> rank    with a pickle: the `Generation` of request n
     {"failed": n, "error": e}   worker -> rank    request n cannot be served
     {"refused": text}           worker -> rank    the engine cannot run this model, or lacks memory: the rank raises ConfigError
     {"wrong": text}             worker -> rank    the board has another version, or log-probs differ: the run ends
@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -44,9 +45,7 @@ from asyncrl.transport.memory.board import Board
 from asyncrl.types import GenerationRequest, PostedVersion
 from asyncrl.weights.sync import WeightReader
 
-from .opening import open_serving
-from .serving import Serving
-from .wire import read_requests, sequence_message
+from .opening import Serving, open_serving
 
 _REPORT_S = 0.1
 
@@ -71,20 +70,22 @@ class Server:
                     self.weights.set_target(weights)
                 if "requests" not in message:
                     continue
-                for number, request in read_requests(message):
+                requests, ended_sessions = pickle.loads(message["data"])
+                for number, request in requests:
                     if request is not None:
                         self._scopes[number] = anyio.CancelScope()
                         spawn(tasks, f"request {number}", self._generate, number, request)
                     # A request without a scope has ended, and its answer was sent.
                     elif number in self._scopes:
                         self._scopes[number].cancel()
-                for session in message["ended"]:
+                for session in ended_sessions:
                     self._engine.end_session(session)
 
     async def _generate(self, number: int, request: GenerationRequest) -> None:
         try:
             with self._scopes[number]:
-                self._control.send(*sequence_message(number, await self._engine.generate(request)))
+                generation = await self._engine.generate(request)
+                self._control.send({"sequence": number}, pickle.dumps(generation, pickle.HIGHEST_PROTOCOL))
         except GenerationError as error:
             if self._engine.failure is not None:
                 raise

@@ -25,7 +25,7 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.schema import LoraConfig, ModelConfig
 from asyncrl.data.texts import eos_token_ids
 from asyncrl.distributed.line import LineClient, LineServer
-from asyncrl.generation.worker.serving import EmbeddedServing
+from asyncrl.generation.embedded.engine import EmbeddedEngine
 from asyncrl.models.loading import load_policy, load_reader, load_tokenizer_of
 from asyncrl.models.outputs import fixed_logprobs
 from asyncrl.models.paths import ModelPath
@@ -71,7 +71,7 @@ class Sampler(Moved):
             ThreadLane("worker0", self.recorder, partial(torch.set_num_threads, job.threads))
         )
         policy = await lane.run(lambda: load_reader(config, CPU, 0, path, CONTEXT), name="load")
-        self.engine = EmbeddedServing(
+        self.engine = EmbeddedEngine(
             policy,
             await lane.run(lambda: load_tokenizer_of(config), name="tokenizer"),
             lane,
