@@ -21,10 +21,9 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from asyncrl.config.schema import LoraConfig
 from asyncrl.models.attention.tree import TreePlan
-from asyncrl.models.embedding import is_lookup
 from asyncrl.models.native.norms import replace_norms, rms_norm
 from asyncrl.models.paths import FUSED, PACKED
-from asyncrl.models.policy import PolicyModel
+from asyncrl.models.policy import PolicyModel, is_lookup
 
 CONTEXT = 8  # what rotary scaling calls the original one; every row is longer
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=CONTEXT, mscale=1.0)
