@@ -2,7 +2,7 @@
 
     {
       "files": {"config.json": {"bytes": 812, "sha256": "..."}, "state/trainer.pt": ...},
-      "sha256": "<SHA-256 of the bytes of this file up to the brace that closes files>"
+      "sha256": "<SHA-256 of the bytes of this file before the comma in front of this line>"
     }
 
 The comparison finds a flipped bit in any file (the manifest included), a truncated file and a missing file. Files that are not

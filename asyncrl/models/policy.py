@@ -355,8 +355,8 @@ def is_lookup(module: nn.Module) -> bool:
 
 
 def embed(module: nn.Embedding, tokens_T: Tensor, grad_buffer_VE: Tensor) -> Tensor:
-    """[T] -> [T, E]. Backward adds the gradient rows to `grad_buffer_VE`, in the buffer's dtype, and nothing to `weight.grad`. As in
-    `nn.Embedding`, the row of token `padding_idx` gets no gradient.
+    """[T] -> [T, E]. Backward adds the gradient rows to `grad_buffer_VE`, in the buffer's dtype, and nothing to `weight.grad`. As
+    in `nn.Embedding`, the row of token `padding_idx` gets no gradient.
 
     The backward of `nn.Embedding` makes a dense [V, E] tensor for every microbatch. For a small model with tied embeddings this
     costs more memory traffic than a layer. In bfloat16 that backward also sums the rows of repeated tokens in bfloat16.

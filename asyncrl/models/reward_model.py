@@ -8,8 +8,8 @@
 * Except for rounding, the score of a text does not depend on the other texts of its batch. Loading tests this with a short and a
   long row, alone and together, and refuses a module that ignores its mask. A text is never padded beyond the length at which the
   model would use other rotary frequencies for the text (rotary.py).
-* A classifier of transformers scores at the last token that is not padding. Every text is a batch of its own if the model's
-  configuration has no padding token, and the tokenizer's is missing or is its end token.
+* A classifier of transformers scores at the last token that is not padding. Without a padding token, in the configuration or the
+  tokenizer, every text is a batch of its own. The tokenizer's end token is not used as padding.
 
 All methods run on the lane, the thread that owns the device. Shape legend: B texts, L tokens of the longest text.
 """

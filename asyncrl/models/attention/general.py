@@ -63,7 +63,7 @@ class _LazyBin:
 
     # [6, R, 1] int64. Of each block: place and length of the row's context in `contexts`, start of the own tokens, low, first, end.
     members: Tensor
-    contexts: Tensor  # packed indices of contexts; then a 0 that `build` may read
+    contexts: Tensor  # packed indices; a 0 follows, as `build` reads one more
     length: int  # L
     width: int  # C
     queries: Tensor  # and the next three: as in `RowBin`

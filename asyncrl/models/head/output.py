@@ -82,8 +82,8 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def _wide_weights(module: nn.Module, device: torch.device | None, layers: list[nn.Module]) -> Iterator[None]:
-    """Inside, weights are float32 or wider, and on `device`. Weights of `layers` are so only while their own layer runs: all
-    weights in float32 may need more memory than there is."""
+    """Inside, weights are float32 or wider, and on `device`. A weight of `layers` is widened only while its own layer runs, because
+    all weights in float32 may need more memory than there is."""
     # (parameter, loaded tensor) of all weights that are changed now
     changed: list[tuple[nn.Parameter, Tensor]] = []
 

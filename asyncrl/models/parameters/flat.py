@@ -165,7 +165,7 @@ class FlatParameters(FlatWeights):
         self.has_working_copy = matmul_dtype != self.master_dtype
         self.working = torch.zeros(size, dtype=matmul_dtype, device=device) if self.has_working_copy else self.master
         self.bound = self.working
-        # The buffer that the next refresh makes the working copy, with new values. None: a private buffer.
+        # The next refresh writes the new values into this buffer, which becomes the working copy. None: a private buffer.
         self.target: Tensor | None = self.working
         self._private: Tensor | None = None
         self._take_over(self.master)
