@@ -1,9 +1,9 @@
 """Weights that a run does not train: weights that are frozen in the loaded model, and weights that no text reaches.
 
 A frozen weight has no gradient, no optimizer state, no weight decay and no part in the gradient norm. Every checkpoint has the
-loaded value of the weight. The weights of a vision tower, for example, get no gradient from text. The gate looks for weights without
-a gradient in a small copy of the model. The copy has only a few layers, so a parameter is identified by its family: its name
-without the numbers of layers and experts.
+loaded value of the weight. The weights of a vision tower, for example, get no gradient from text. The gate looks for
+weights without a gradient in a small copy of the model. The copy has only a few layers, so a parameter is identified by its family:
+its name without the numbers of layers and experts.
 """
 
 from __future__ import annotations
