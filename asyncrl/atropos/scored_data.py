@@ -105,6 +105,8 @@ def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> t
             f"policy_version of member {i} is {policy_version!r}; expected a version from 0 to {version}, the newest version"
         )
     temperature = first("temperature", member, generation, group, default=1.0)
+    if isinstance(temperature, bool):
+        raise DataError(f"temperature of member {i} is {temperature}; expected a number")
     return temperature, policy_version, bool(member.get("set_advantage_to_zero"))
 
 
