@@ -30,7 +30,7 @@ class Switch(NamedTuple):
     off_message: str
     # Settings that turn the section on: if one of them has another value than its default, the section is on.
     switches: tuple[str, ...] = ()
-    # Replaces this rule.
+    # If given, decides in place of `switches`.
     is_on: Callable[[Config], bool] | None = None
 
 

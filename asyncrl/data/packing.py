@@ -207,7 +207,7 @@ def _longest(node: _Node, trajectory: Trajectory, start: int, end: int) -> _Matc
             else:
                 more, found, of_found, total = shared, child, shared, shared
             equal = max(equal, total)
-            # The whole child, up to the end of the row, up to the end of the prompt.
+            # Tokens up to the end of the child, of the row or of the prompt.
             always_shared = child.length, end - start, trajectory.prompt_length - child.depth
             if more > tokens and (shared >= _MIN_CUT or shared in always_shared):
                 tokens, best, inside = more, found, of_found
@@ -359,8 +359,8 @@ def _set_source(part: npt.NDArray[np.int64], row: _PackedRow, segment: _Segment,
     """Set `part` to the packed indices of the tokens that predict the scored tokens of a segment, which ends with node `end`."""
     scored, node, remaining = row.scored[segment.first : segment.last], end, segment.last - segment.first
     while remaining:
-        # `start`: the index in the trajectory that the node's first token would have, if the segment began at that token or before.
-        # `first`: the index in `scored` of the first token that a token of this node predicts.
+        # `start`: the index in the trajectory of the node's first token, as if the segment reached back to that token. `first`: the
+        # index in `scored` of the first token that a token of this node predicts.
         start = node.depth - segment.position + segment.start
         if row.scored_slice is not None:
             first = max(0, start + 1 - row.scored_slice.start - segment.first)

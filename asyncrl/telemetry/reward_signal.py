@@ -1,4 +1,4 @@
-"""Counts steps in a row, the present one included, that something is wrong with, and warns with a likely reason.
+"""Counts steps in a row with one of three faults, the present step included, and warns with a likely reason.
 
 * `reward/steps_without_signal`: no completion had a reward, all rewards were equal, or (if advantages compare a group) no group had
   two different rewards.
@@ -68,8 +68,8 @@ class SignalWatch:
 
 
 def warnings(metrics: Metrics, known: Sequence[str] = ()) -> Iterator[str]:
-    """Warnings after `FIRST` steps in a row and at every doubling. `known`: reasons, found at the run's start, why completions do
-    not end."""
+    """Warnings after `FIRST` steps in a row and at every doubling. `known`: reasons why completions do not end, which the run found
+    at its start."""
     for name, describes in _DESCRIBED.items():
         if _is_due(metrics.get(name, 0.0)):
             yield f"warning: {describes(metrics, known)}"
