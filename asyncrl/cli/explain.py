@@ -14,10 +14,11 @@ from typing import Any
 from asyncrl.algorithms import importance, kl, registry
 from asyncrl.algorithms.losses import LossMethod
 from asyncrl.algorithms.method import Conflict, Method
-from asyncrl.config.describe import refusal, short
+from asyncrl.config.describe import refusal
 from asyncrl.config.fields import ConfigField, config_fields, nearest_name, other_name
 from asyncrl.config.imports import load_object
 from asyncrl.config.methods import SETTINGS, load_method
+from asyncrl.config.text import one_line
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.explained import metric, metrics
 from asyncrl.telemetry.report import is_share
@@ -146,7 +147,7 @@ def _metrics(name: str) -> Iterator[str]:
 
 
 def _setting(field: ConfigField) -> Iterator[str]:
-    yield f"setting {field.name}  ({field.expected}; default {short(field.default)})"
+    yield f"setting {field.name}  ({field.expected}; default {one_line(field.default)})"
     yield field.text
     if field.name in SETTINGS:
         setting = SETTINGS[field.name]

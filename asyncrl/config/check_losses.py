@@ -16,6 +16,7 @@ from asyncrl.algorithms.terms import Terms
 from .fields import get
 from .methods import flat_values
 from .schema import AlgorithmConfig, Config
+from .text import one_line
 
 
 def chosen_loss(algorithm: AlgorithmConfig) -> LossMethod:
@@ -91,7 +92,7 @@ def _check_on_policy(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[s
         for setting in loss.settings():
             if (value := getattr(loss, setting.name)) not in (setting.default, derived.get(setting.name)):
                 yield (
-                    f"{setting.dotted} is {shown_value(value)} but algorithm.force_on_policy is true: the ratio is always 1, and "
+                    f"{setting.dotted} is {one_line(value)} but algorithm.force_on_policy is true: the ratio is always 1, and "
                     f"the bound would do nothing; leave {setting.dotted} or force_on_policy out"
                 )
     if algorithm.old_logprobs == "sampler":
@@ -111,8 +112,3 @@ def _check_sampler(config: Config) -> Iterator[str]:
                 f"algorithm.importance.{name} is {value} but old_logprobs is sampler: both correct for the sampler, and only one "
                 f"correction may be applied; set importance.{name}=null or old_logprobs=recompute"
             )
-
-
-def shown_value(value: Any) -> str:
-    """A value as YAML writes it: booleans in lower case."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -14,10 +14,11 @@ from asyncrl.algorithms import registry
 from asyncrl.algorithms.registry import advantage_named
 from asyncrl.types import LOWEST_TEMPERATURE
 
-from .check_losses import check_losses, chosen_loss, chosen_terms, shown_value
+from .check_losses import check_losses, chosen_loss, chosen_terms
 from .fields import config_fields, get
 from .methods import SETTINGS
 from .schema import Config
+from .text import one_line
 
 # Characters that need no escape in a URL. At least 16, so that nobody can guess the key.
 _KEY = re.compile(r"[A-Za-z0-9._~-]{16,256}")
@@ -111,7 +112,8 @@ def _check_unread(config: Config, embedding: bool) -> Iterator[str]:
     changed = [name for name in config_fields() if get(config, name) != get(default, name)]
     for name in changed:
         if reason := _unread_reason(config, name, changed, embedding):
-            yield f"{name} is {shown_value(get(config, name))} but {reason}, or leave {name} out"
+            shown = "given" if name == "door.http_key" else one_line(get(config, name))
+            yield f"{name} is {shown} but {reason}, or leave {name} out"
 
 
 def _unread_reason(config: Config, name: str, changed: Collection[str], embedding: bool) -> str | None:

@@ -15,7 +15,7 @@ from .fields import config_fields
 from .methods import SETTINGS, about, settings_of, unread_sections
 from .resolve import PRESETS
 from .schema import Config
-from .text import dump
+from .text import dump, one_line
 
 # Settings and sections that a resume may change. Any other change is refused (`refusal` has the reason). Settings of
 # methods are not listed, because each has `Setting.fixed`. distributed.sharding may change, since every rank reads the full state.
@@ -58,7 +58,7 @@ def help_text() -> str:
         if section_of_field != section:
             section = section_of_field
             lines += ["", *_heading(section)]
-        lines.append(f"{field.name}  ({field.expected}; default {short(field.default)})")
+        lines.append(f"{field.name}  ({field.expected}; default {one_line(field.default)})")
         lines += textwrap.wrap(field.text, 110, initial_indent="    ", subsequent_indent="    ")
         lines += [f"      {item.name}: {item.text}" for item in field.items.values()]
     lines += ["", "Presets (fill in what is not given):"]
@@ -88,7 +88,7 @@ def diff(old: Config, new: Config) -> dict[str, str]:
     """Dotted name -> `old -> new`, for every setting that differs, in the order of the schema, without secrets."""
     before, after = _flat(old), _flat(new)
     pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
-    return {name: f"{short(a)} -> {short(b)}" for name, (a, b) in pairs.items() if a != b}
+    return {name: f"{one_line(a)} -> {one_line(b)}" for name, (a, b) in pairs.items() if a != b}
 
 
 def refusal(name: str, settings: Mapping[str, Setting] = SETTINGS) -> str | None:
@@ -129,10 +129,3 @@ def _flat(config: Config) -> dict[str, Any]:
         if key in section:
             values[name] = section[key]
     return values
-
-
-def short(value: Any) -> str:
-    """The value of a setting as one line of YAML."""
-    if isinstance(value, (tuple, list)) and not any(isinstance(item, dict) for item in value):
-        return f"[{', '.join(map(short, value))}]"
-    return dump(value).removesuffix("\n").removesuffix("\n...").replace("\n", "; ")

@@ -75,6 +75,13 @@ def dump(value: Any) -> str:
     return text.getvalue()
 
 
+def one_line(value: Any) -> str:
+    """The value of a setting as one line of YAML."""
+    if isinstance(value, (tuple, list)) and not any(isinstance(item, dict) for item in value):
+        return f"[{', '.join(map(one_line, value))}]"
+    return dump(value).removesuffix("\n").removesuffix("\n...").replace("\n", "; ")
+
+
 def _problem(error: YAMLError | ValueError) -> str:
     """The parser's message in one line, without its excerpt of the text."""
     if not isinstance(error, MarkedYAMLError) or error.problem is None:

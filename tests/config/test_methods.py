@@ -156,6 +156,7 @@ def test_every_method_lies_in_a_section_of_its_own() -> None:
         (["reward.overlong.weight=2"], "reward.overlong.cache is not set"),
         (["rollout.filter.max_refills=2"], "no filter is on"),
         (["door.ring_mib=64"], "door.ring is not set"),
+        (["door.http_key=0123456789abcdef"], "door.http_key is given but door.ring is not set"),  # a secret
         (["replay.max_age=2"], "replay.size is 0"),
         (["reroll.attempts=2"], "reroll.start_fraction is 1"),
         (["telemetry.profile.steps=2"], "telemetry.profile.from is not set"),
