@@ -422,7 +422,7 @@ class RunConfig(SettingsSection):
         """Refuses an empty name (an unset variable), which would be the directory of all runs, and a path within another run."""
         if not name.strip() or name in (".", "..") or "/" in name or "\0" in name:
             raise ValueError(
-                "the name of a directory in run.dir, not empty and without a slash; set the parent in run.dir"
+                "the name of one directory in run.dir, not empty and without a slash; set the parent in run.dir"
             )
         return name
 
