@@ -245,7 +245,7 @@ class PromptEncoder:
         arguments = dict(self.config.chat_template_kwargs)
         for name in arguments:
             self._check_argument(name, "data.chat_template_kwargs has")
-        row_arguments = _decode_mapping(columns.get("chat_template_kwargs")) or {}
+        row_arguments = decode_mapping(columns.get("chat_template_kwargs")) or {}
         if not isinstance(row_arguments, Mapping):
             raise DataError(f"the row's chat_template_kwargs are {row_arguments!r:.80}; expected a mapping by name")
         row_arguments = {name: value for name, value in row_arguments.items() if value is not None}
@@ -410,7 +410,7 @@ def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("content"), list):
         texts = [part if isinstance(part, str) else part["text"] for part in kept["content"]]
         kept["content"] = [{"type": "text", "text": text} for text in texts]
-    return map_call_arguments(kept, _decode_mapping)
+    return map_call_arguments(kept, decode_mapping)
 
 
 def map_call_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -427,7 +427,7 @@ def map_call_arguments(message: Mapping[str, Any], change: Callable[[Any], Any])
     return {**message, "tool_calls": changed}
 
 
-def _decode_mapping(value: Any) -> Any:
+def decode_mapping(value: Any) -> Any:
     """A JSON text of a mapping as the mapping; any other value unchanged."""
     mapping = _json_or_none(value) if isinstance(value, str) else None
     return mapping if isinstance(mapping, dict) else value
@@ -450,7 +450,7 @@ def _tool_schemas(tools: Any) -> list[Any] | None:
 def _json_or_none(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -35,7 +35,7 @@ from asyncrl.environments.session import Session
 from asyncrl.errors import ConfigError, DataError, EngineClosed, EpisodeLimit, GenerationError
 from asyncrl.http.access import Address, Refused
 from asyncrl.http.server import Handler, HttpServer, receive, web
-from asyncrl.types import ChatAnswer, FinishReason, Generation, Int32Array, SamplingParams
+from asyncrl.types import ChatAnswer, Int32Array, SamplingParams
 
 from .keys import ENDED, Answers, EpisodeKeys, OpenKey
 from .messages import MessagesBody, messages_events, messages_reply
@@ -245,7 +245,7 @@ class Endpoint:
                 else:
                     prompt = prompts[number // ask.n]
                     generation = await session.sample(prompt, ask.sampling, branch=branch)
-                    answers[number] = ChatAnswer({"content": text_of(session, generation)}, generation, prompt)
+                    answers[number] = ChatAnswer({"content": session.format.text(generation)}, generation, prompt)
 
             missing = [number for number in range(ask.n * (len(prompts) or 1)) if number not in answers]
             async with plain_task_group() as tasks:
@@ -314,15 +314,6 @@ def _error(error: Refused, request: web.BaseRequest) -> dict[str, Any]:
     state = None if error.state == "refused" else error.state
     code = state if state == _TOO_LONG else None
     return {"error": fields | {"param": None if code else state, "code": code}}
-
-
-def text_of(session: Session, generation: Generation) -> str:
-    """The text of a completion without the stop token or stop string that ended it."""
-    ids, stop = generation.token_ids, generation.stop
-    if generation.finish_reason is FinishReason.STOP and stop is None:
-        ids = ids[:-1]
-    text = session.format.decode(ids)
-    return text if stop is None or stop not in text else text[: text.rindex(stop)]
 
 
 def _openapi() -> dict[str, Any]:

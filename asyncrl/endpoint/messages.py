@@ -21,8 +21,8 @@ from .parameters import (
     Text,
     TextPart,
     ToolName,
-    arguments_of,
     as_tools,
+    joined,
     refused,
 )
 from .replies import event, finish_reason, identifier, tokens_of
@@ -89,7 +89,7 @@ class MessagesBody(Body):
     output_config: None = refused("Not supported: no grammar constrains the tokens. Leave it out.")
 
     def ask(self, defaults: SamplingParams) -> Ask:
-        system = self.system if isinstance(self.system, str) else _joined(self.system or [])
+        system = joined(self.system or "")
         start: Messages = [{"role": "system", "content": system}] if system else []
         tools: Any = [] if self.tool_choice and self.tool_choice["type"] == "none" else self.tools
         functions = tools and [
@@ -101,22 +101,16 @@ class MessagesBody(Body):
         return self._ask(defaults, given, messages=messages, tools=as_tools(functions))
 
 
-def _joined(blocks: Sequence[Any]) -> str:
-    return "".join(block["text"] for block in blocks)
-
-
 def _messages(message: _AnthropicMessage) -> Iterator[dict[str, Any]]:
     """One message as messages in OpenAI's form. Each result of a tool becomes a message of its own."""
     content: Any = message["content"]
     if isinstance(content, str):
         yield {"role": message["role"], "content": content}
         return
-    text = _joined([block for block in content if block["type"] == "text"])
+    text = joined([block for block in content if block["type"] == "text"])
     results = [block for block in content if block["type"] == "tool_result"]
     for block in results:
-        inner = block.get("content") or ""
-        text_of_result = inner if isinstance(inner, str) else _joined(inner)
-        yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text_of_result}
+        yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": joined(block.get("content") or "")}
     used = [block for block in content if block["type"] == "tool_use"]
     functions = [{"name": block["name"], "arguments": json.dumps(block["input"])} for block in used]
     calls = [
@@ -140,7 +134,7 @@ def messages_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[
     if message.get("content") or not calls:
         content.append({"type": "text", "text": message.get("content") or "", "citations": None})
     for call in calls:
-        name, arguments = call["function"]["name"], arguments_of(call["function"]["arguments"])
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     stop = choice.generation.stop
     reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(finish_reason(choice), "end_turn")

@@ -5,7 +5,6 @@ The models validate bodies and make the OpenAPI document, so both say the same. 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NotRequired
@@ -345,15 +344,11 @@ def with_integers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def joined(content: Any) -> str:
+    """A content as one text. `content`: a text, or a list of parts."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
 def as_tools(functions: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """Functions as tools in OpenAI's form."""
     return functions and [{"type": "function", "function": function} for function in functions]
-
-
-def arguments_of(text: str) -> dict[str, Any]:
-    """Arguments of a tool call as an object. Any other value is kept under the key `arguments`."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        found = text
-    return found if isinstance(found, dict) else {"arguments": found}

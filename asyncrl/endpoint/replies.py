@@ -19,7 +19,6 @@ from asyncrl.types import ChatAnswer, FinishReason, Generation, Int32Array
 from .parameters import Ask
 
 _CONTENT = '{"token":"token_id:%d","token_id":%d,"logprob":%.9g,"bytes":null,"top_logprobs":[]}'
-DONE = b"data: [DONE]\n\n"
 
 
 def finish_reason(answer: ChatAnswer) -> str:
@@ -69,11 +68,6 @@ def identifier(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-def now() -> int:
-    """Seconds since the year 1970."""
-    return int(time.time())
-
-
 def _shared(ask: Ask, choice: ChatAnswer) -> dict[str, Any]:
     fields: dict[str, Any] = {"policy_versions": version_runs(choice.generation)}
     return fields | ({"token_ids": choice.generation.token_ids} if ask.ids else {})
@@ -84,7 +78,7 @@ def chat_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
     return {
         "id": identifier("chatcmpl"),
         "object": "chat.completion",
-        "created": now(),
+        "created": int(time.time()),
         "model": model,
         "choices": [
             {
@@ -117,7 +111,7 @@ def _chunks(ask: Ask, reply: Mapping[str, Any]) -> Iterator[bytes]:
         yield event(head | {"choices": [choice]})
     if ask.usage:
         yield event(head | {"choices": [], "usage": reply["usage"]})
-    yield DONE
+    yield b"data: [DONE]\n\n"
 
 
 def text_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
@@ -137,7 +131,7 @@ def text_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
     return {
         "id": identifier("cmpl"),
         "object": "text_completion",
-        "created": now(),
+        "created": int(time.time()),
         "model": model,
         "choices": found,
         "usage": usage_of(choices, [choice.prompt_ids for choice in choices[:: ask.n]]),

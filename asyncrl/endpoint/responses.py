@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -23,9 +24,10 @@ from .parameters import (
     PlainFormat,
     ToolFunction,
     as_tools,
+    joined,
     refused,
 )
-from .replies import event, finish_reason, identifier, logprob_content, now, tokens_of
+from .replies import event, finish_reason, identifier, logprob_content, tokens_of
 
 
 class _ItemPart(Loose):
@@ -139,18 +141,14 @@ def _messages(items: list[dict[str, Any]]) -> Messages:
             calls = current().setdefault("tool_calls", [])
             calls.append({"id": item["call_id"], "type": "function", "function": function})
         elif kind == "message" and item["role"] == "assistant":
-            current("content", "tool_calls")["content"] = _plain(item["content"])
+            current("content", "tool_calls")["content"] = joined(item["content"])
         elif kind == "message":
             reply = None
-            messages.append({"role": item["role"], "content": _plain(item["content"])})
+            messages.append({"role": item["role"], "content": joined(item["content"])})
         else:
             reply = None
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _plain(item["output"])})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": joined(item["output"])})
     return messages
-
-
-def _plain(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def responses_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
@@ -176,7 +174,7 @@ def responses_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict
     return {
         "id": identifier("resp"),
         "object": "response",
-        "created_at": now(),
+        "created_at": int(time.time()),
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "error": None,

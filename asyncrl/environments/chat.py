@@ -30,6 +30,7 @@ from asyncrl.data.tokenizing import (
     PromptEncoder,
     check_prompt,
     check_unicode,
+    decode_mapping,
     encode_text,
     map_call_arguments,
     to_json,
@@ -90,7 +91,8 @@ class Chat:
         self._arguments = dict(self._config.chat_template_kwargs)
         # Schemas for requests that bring no tools.
         self.tools: list[Any] = list(self._arguments.pop("tools", None) or ())
-        self._text = CompletionText(tokenizer, stop=False, arguments=self._arguments)
+        # Makes the text of a reply, without the stop token or stop string that ended it.
+        self.text = CompletionText(tokenizer, stop=False, arguments=self._arguments)
         self._special = special_ids(tokenizer)
         self.has_template = getattr(tokenizer, "chat_template", None) is not None and self._config.template != "raw"
         self._recorder = recorder
@@ -115,7 +117,7 @@ class Chat:
             chat = self._of_rows[key] = copy.copy(self)
             chat._arguments, chat.tools = arguments, list(tools or ())
             if arguments != self._arguments:
-                chat._text = CompletionText(self.tokenizer, stop=False, arguments=arguments)
+                chat.text = CompletionText(self.tokenizer, stop=False, arguments=arguments)
             if len(self._of_rows) > _MOST_ROW_CHATS:
                 del self._of_rows[next(iter(self._of_rows))]
         return self._of_rows[key]
@@ -183,8 +185,8 @@ class Chat:
         """The reply as a message of OpenAI's form. Arguments of tool calls are JSON texts.
 
         A call that cannot be read remains in `content`, and is counted. Without `tools` no calls are read."""
-        text = self._text(generation)
-        opening = self._text.opening(prompt_ids) if self._reasoning_key or "<think" in self._text.turn.opening else ""
+        text = self.text(generation)
+        opening = self.text.opening(prompt_ids) if self._reasoning_key or "<think" in self.text.turn.opening else ""
         message: dict[str, Any] = {"role": "assistant"}
         if thought := _THINKING.fullmatch(f"<think>{text}" if _THINKS.search(opening) else text):
             message["reasoning_content"], text = thought[2].strip(), thought[3]
@@ -367,14 +369,7 @@ def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
         function = (call.get("function") or call) if isinstance(call, Mapping) else {}
         if not isinstance(function.get("name"), str):
             raise DataError(f'a tool call is {call!r:.80}; expected {{"function": {{"name": ..., "arguments": ...}}}}')
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                decoded = json.loads(arguments)
-            except (ValueError, RecursionError):
-                decoded = None
-            arguments = decoded if isinstance(decoded, dict) else arguments
-        function = {"name": function["name"], "arguments": arguments}
+        function = {"name": function["name"], "arguments": decode_mapping(function.get("arguments") or {})}
         calls.append({**({"id": call["id"]} if call.get("id") else {}), "type": "function", "function": function})
     return {**kept, "tool_calls": calls}
 
