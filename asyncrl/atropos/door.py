@@ -102,9 +102,6 @@ class Environments:
         self.over = False
         self._all_know_over = anyio.Event()
 
-    def __len__(self) -> int:
-        return len(self._all)
-
     def register(self, fields: dict[str, Any]) -> tuple[int, str]:
         """Returns (number, name). No number is used twice. Errors: TypeError, ValueError."""
         weight = float(1.0 if fields.get("weight") is None else fields["weight"])

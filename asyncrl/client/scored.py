@@ -96,7 +96,11 @@ def group_draft(
         **own_length_sections(rows),
     }
     for position, row in enumerate(rows):
-        _check(position, row)
+        try:
+            check_temperature(row.temperature, f"trajectory {position}")
+            check_json([row.messages, row.metadata, row.components], f"trajectory {position}", 1)
+        except DataError as error:
+            raise RecordError(str(error)) from None
     sections |= column_sections(group, rows)
     if metadata is not None:
         sections[Section.GROUP_METADATA] = json_bytes(dict(metadata), "group metadata")
@@ -132,15 +136,6 @@ def _prompt_length(position: int, row: Scored) -> int:
             "prompt can be trained"
         )
     return length
-
-
-def _check(position: int, row: Scored) -> None:
-    """Checks values that the run would refuse later. Errors: RecordError."""
-    try:
-        check_temperature(row.temperature, f"trajectory {position}")
-        check_json([row.messages, row.metadata, row.components], f"trajectory {position}", 1)
-    except DataError as error:
-        raise RecordError(str(error)) from None
 
 
 def _reason_number(position: int, row: Scored) -> int:

@@ -22,6 +22,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.errors import DataError
+from asyncrl.records.check import check_json
+
 _VALUE = r"\s*(.*?)\s*"
 _BLOCK = re.compile(rf"<tool_call>{_VALUE}</tool_call>", re.DOTALL)
 _FUNCTION = re.compile(
@@ -61,7 +64,6 @@ _BEGUN = re.compile(
     r"<tool_call>|<(?:\w+:)?invoke name=|<\|tool_call(?:_start\|)?>|\[TOOL_CALLS\]|"
     r"<\uff5ctool\u2581call\u2581begin\uff5c>|<\|tool_call_begin\|>|<\|python_tag\|>"
 )
-_MOST_NESTED = 64
 Call = tuple[str, str]
 
 
@@ -70,17 +72,6 @@ def read_calls(text: str, tools: Sequence[Any]) -> tuple[str, str, list[Call], i
     if "<|channel|>" in text:
         return _channels(text)
     calls: list[Call] = []
-
-    def take(read: Any) -> Any:
-        def replace(match: re.Match[str]) -> str:
-            found = read(match)
-            if not found:
-                return match[0]
-            calls.extend(found)
-            return ""
-
-        return replace
-
     content = text
     # Formats are read one after the other, so only calls in the same format keep their order.
     for pattern, read in (
@@ -92,7 +83,13 @@ def read_calls(text: str, tools: Sequence[Any]) -> tuple[str, str, list[Call], i
         (_PYTHON, lambda match: _from_python(match[1])),
         (_GEMMA, lambda match: _named(match[1], _quoted(match[2]))),
     ):
-        content = pattern.sub(take(read), content)
+
+        def take(match: re.Match[str], read: Any = read) -> str:
+            found = read(match)
+            calls.extend(found)
+            return "" if found else match[0]
+
+        content = pattern.sub(take, content)
     if not calls and (bare := content.strip().removeprefix("<|python_tag|>").strip()).startswith("{"):
         names = {name_of(tool) for tool in tools}
         found = [call for part in _values(bare) for call in _from_json(part)]
@@ -207,25 +204,14 @@ def _values(text: str) -> list[Any]:
 
 
 def _decoded(text: str, default: Any) -> Any:
-    """The value of a JSON text. `default` if the text is not valid JSON (NaN and Infinity are not) or is nested too deeply."""
+    """The value of a JSON text. `default` if the text is not valid JSON (NaN and Infinity are not) or is nested too deeply for a
+    template."""
     try:
         value = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        check_json(value, "a call", written=False)
+    except (ValueError, RecursionError, DataError):
         return default
-    return value if _is_shallow(value) else default
-
-
-def _is_shallow(value: Any) -> bool:
-    """Whether a value is nested at most `_MOST_NESTED` levels deep. Templates and checks of messages are recursive."""
-    level = [value]
-    for _ in range(_MOST_NESTED):
-        level = [
-            each
-            for item in level
-            if isinstance(item, (dict, list))
-            for each in (item.values() if isinstance(item, dict) else item)
-        ]
-    return not level
+    return value
 
 
 def _refuse(constant: str) -> None:

@@ -319,10 +319,10 @@ def test_registrations_are_bounded_and_forgotten_after_silence(monkeypatch: pyte
         now[0] += 1
         known.touch(0)  # this one is never silent
         assert known.register({"desired_name": "maths"})[0] == number
-    assert len(known) == MOST_ENVIRONMENTS and known.disconnect(0) and not known.disconnect(1)
+    assert len(known._all) == MOST_ENVIRONMENTS and known.disconnect(0) and not known.disconnect(1)
     now[0] += FORGET_S + 1
     assert known.register({"desired_name": "maths"}) == (MOST_ENVIRONMENTS + 10, f"maths_{MOST_ENVIRONMENTS + 10}")
-    assert len(known) == 1
+    assert len(known._all) == 1
     for fields in ({"weight": "nan"}, {"weight": 1e308, "max_token_length": 1e308}):
         with pytest.raises(ValueError, match="finite"):
             known.register(fields)
