@@ -77,7 +77,9 @@ def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type
     taken = {*reserved, *SECTIONS} - {loss.section for loss in registry.LOSSES.values()}
     taken_flat_names = {setting.flat for setting in SETTINGS.values() if setting.section in taken}
     clashes = bool(taken_flat_names & {setting.flat for setting in declared})
-    if method is not None and (clashes or method.section in taken or not method.section.isidentifier()):
+    if method is not None and not method.section.isidentifier():
+        raise error_of(f"whose `name` gives its settings the section {method.section!r}; use letters, digits and _")
+    if method is not None and (clashes or method.section in taken):
         raise error_of(f"whose settings would be algorithm.{method.section}.*, which are taken; give it another `name`")
     registry.OWN[kind, address] = loaded
     return method

@@ -11,10 +11,8 @@ from typing import Any
 
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.resolve import last_version
-from asyncrl.data.texts import decode, eos_token_ids
-from asyncrl.data.texts import notes as text_notes
+from asyncrl.data.texts import decode
 from asyncrl.distributed.line import LineServer
-from asyncrl.generation.requests import sampling_params
 from asyncrl.telemetry.recorder import Recorder
 
 from .build import open_ports
@@ -24,6 +22,7 @@ from .journal import Journal
 from .meeting import Nodes, let_join, meet_ranks
 from .opened import OpenRun
 from .performance import StepProfiler
+from .plan import text_notes
 from .progress import Listeners, Stages, rare_collections
 from .saving import Checkpointer, SavedRun
 
@@ -104,9 +103,7 @@ async def _open_journal(run: OpenRun, notes: list[str]) -> None:
     journal.reserve = run.checkpointer.bytes_needed()
     await journal.open(partial(decode, run.tokenizer))
     if policy is not None:
-        stops = sampling_params(config.rollout, run.tokenizer).stop_token_ids
-        end_ids = (*eos_token_ids(policy.module, run.tokenizer), *stops)
-        journal.missing_end_notes, missing_text_notes = text_notes(config, run.tokenizer, end_ids)
+        journal.missing_end_notes, missing_text_notes = text_notes(config, policy.module, run.tokenizer)
         notes = [*notes, *journal.missing_end_notes, *missing_text_notes]
     for line in notes:
         journal.live.note(f"note: {line}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.describe import to_yaml
 from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
@@ -50,8 +50,9 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         *(roles.describe(rank) for rank in range(world.world_size) if roles.differ),
     ]
     if verdict is not None:
-        from asyncrl.models.loading import parameter_count
+        from asyncrl.models.loading import describe_module, load_tokenizer_of, parameter_count
 
+        missing_ends, missing_text = text_notes(config, describe_module(config.model), load_tokenizer_of(config.model))
         prompts = measure_prompts(config)
         weights = parameter_count(config.model)
         placed_as = partial(place, config, device, weights=weights, cards=cards)
@@ -80,7 +81,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
             f"cache: {kv_positions(config, prompts)} positions for {config.engine.max_sequences} sequences; prompts of up to "
             f"{prompts.longest} tokens ({prompts.how})",
             *memory,
-            *_notes([*prompts.notes, *_text_notes(config)]),
+            *_notes([*prompts.notes, *missing_ends, *missing_text]),
         ]
     restart = RunDirectory(config).restart
     return "\n".join([*lines, *_notes(warnings(config, row_count(config))), *([restart] if restart else [])])
@@ -136,13 +137,10 @@ def _roles(config: Config, world: World, weights: int, assumed: AssumedCards) ->
     return [*lines, f"{start}: {command} CONFIG.yaml"]
 
 
-def _text_notes(config: Config) -> list[str]:
-    from asyncrl.models.loading import describe_module, load_tokenizer_of
-
-    module, tokenizer = describe_module(config.model), load_tokenizer_of(config.model)
+def text_notes(config: Config, module: Any, tokenizer: Any) -> tuple[list[str], list[str]]:
+    """As `data.texts.notes`, with the tokens that end a completion of this model."""
     end_ids = {*eos_token_ids(module, tokenizer), *sampling_params(config.rollout, tokenizer).stop_token_ids}
-    missing_end_notes, missing_text_notes = notes(config, tokenizer, end_ids)
-    return missing_end_notes + missing_text_notes
+    return notes(config, tokenizer, end_ids)
 
 
 def _verdict(config: Config) -> Verdict:

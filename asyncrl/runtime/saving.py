@@ -98,14 +98,9 @@ class SavedRun:
 
     def positions(self) -> dict[int, RankState]:
         """Index of a training rank, as in `Positions` -> its state when the checkpoint was written, without the replay buffer."""
-        run = self.checkpoint.run
-        return {
-            rank: {
-                "turn": run["turn"],
-                **{name: run[name][str(rank)] for name in ("prompts", "untrained", "next_group")},
-            }
-            for rank in range(run["world_size"])
-        }
+        run, names = self.checkpoint.run, ("prompts", "untrained", "next_group")
+        ranks = range(run["world_size"])
+        return {rank: {"turn": run["turn"], **{name: run[name][str(rank)] for name in names}} for rank in ranks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +188,13 @@ class Checkpointer:
         positions, saving = self._positions, self._config.checkpoint
         if self._store is None or self._core is None:
             return
-        by_time = saving.every_s is not None and saving.every is None
-        elapsed_s = time.monotonic() - self._last_by_time
-        due_by_time = by_time and elapsed_s >= (saving.every_s or 0.0)
-        if due_by_time:
+        every_s = saving.every_s if saving.every is None else None
+        self._due_by_time = every_s is not None and time.monotonic() - self._last_by_time >= every_s
+        if self._due_by_time:
             self._last_by_time = time.monotonic()
-        self._due_by_time = due_by_time
-        if positions is not None and (saving.save_final or saving.every is not None or by_time):
+        if positions is not None and (saving.save_final or saving.every is not None or every_s is not None):
             state = self._position(waiting_prompt)
-            self._due_by_time = await positions.announce(version, state, save_next=due_by_time)
+            self._due_by_time = await positions.announce(version, state, save_next=self._due_by_time)
 
     def rank_state(self, waiting_prompt: int | None) -> RankState:
         """The position of this rank in its prompts, and its replay buffer, read without an await. Call before live groups end.
@@ -318,17 +311,10 @@ class Checkpointer:
             if self._world.rank:
                 self._saved_version = version
                 return Captured(version, {}, None, started)
-            by_rank = {
-                name: {str(rank): rank_state[name] for rank, rank_state in enumerate(states)}
-                for name in ("prompts", "untrained", "next_group", "replay")
-            }
-            run = {
-                "version": version,
-                "turn": state["turn"],
-                **by_rank,
-                "world_size": self._ranks,
-                "config": self._config.model_dump(),
-            }
+            run: dict[str, Any] = {"version": version, "turn": state["turn"], "world_size": self._ranks}
+            run["config"] = self._config.model_dump()
+            for name in ("prompts", "untrained", "next_group", "replay"):
+                run[name] = {str(rank): rank_state[name] for rank, rank_state in enumerate(states)}
             snapshot = await lane.run(lambda: take_snapshot(core), name="checkpoint/capture", priority=2)
             if snapshot.version != version:
                 raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")

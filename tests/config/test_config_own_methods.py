@@ -71,6 +71,12 @@ class Taken(Base):
 
 
 @dataclass(frozen=True)
+class Hyphened(Base):
+    name = "my-loss"
+    slope: float = setting(1.0, "None.")
+
+
+@dataclass(frozen=True)
 class Derived(Clipped):
     """A default and a setting of its own beside those of PPO's clip."""
 
@@ -261,6 +267,7 @@ def test_its_settings_are_checked_as_ours(folder: Path, override: str, words: st
         ("Nameless", "must have `name`, `normaliser` and `surrogate`"),
         ("Undecorated", "decorate the class with @dataclass(frozen=True)"),
         ("Taken", "would be algorithm.kl.*, which are taken"),
+        ("Hyphened", "the section 'my-loss'; use letters, digits and _"),
         ("means", "no class derived from asyncrl.LossMethod"),
     ],
 )
