@@ -33,8 +33,20 @@ class LazyEndpoint:
     def open(self, session: Session | None, branch: str = "") -> tuple[str, str]:
         """(base URL, key) for an episode; None: for requests of no episode, which are not trained. Errors: ConfigError without the
         extra, or if the endpoint cannot listen."""
-        address = self._get_or_create().open(session, branch)
-        # So an error of listening fails only this call, not the run.
+        if self._endpoint is None:
+            from asyncrl.endpoint.endpoint import Endpoint
+            from asyncrl.http.access import Address
+
+            chosen = self._config.endpoint
+            self._endpoint = Endpoint(
+                Address(chosen.host, chosen.port, names=chosen.names),
+                self._config.run.name,
+                untrained_session=self._untrained_session,
+                max_context=self._agents.limits.max_context,
+                count=self._agents.recorder.count,
+            )
+        address = self._endpoint.open(session, branch)
+        # After `open`, so that an error of listening fails only this call, not the run.
         self._listening.set()
         return address
 
@@ -53,21 +65,6 @@ class LazyEndpoint:
         # Each request gets a session with another member number, and so random numbers of its own.
         no_prompt, agents = Prompt(-1, np.zeros(0, np.int32), ""), replace(self._agents, end_session=None)
         return Session(no_prompt, next(self._untrained_members), 1, self._generate, agents)
-
-    def _get_or_create(self) -> Endpoint:
-        if self._endpoint is None:
-            from asyncrl.endpoint.endpoint import Endpoint
-            from asyncrl.http.access import Address
-
-            chosen = self._config.endpoint
-            self._endpoint = Endpoint(
-                Address(chosen.host, chosen.port, names=chosen.names),
-                self._config.run.name,
-                untrained_session=self._untrained_session,
-                max_context=self._agents.limits.max_context,
-                count=self._agents.recorder.count,
-            )
-        return self._endpoint
 
 
 @asynccontextmanager
