@@ -84,11 +84,7 @@ async def decide(
         world.roles = Roles.resolve(config.distributed, world.world_size)
         if world.roles.listens:
             require_secret("distributed.listen is set, so nodes may join that know the secret of the run")
-    config, device, lines = await offload(
-        lambda: choose_dtype(config, world.local_rank, world.local_world_size), "device"
-    )
     engine_is_auto = config.generation.engine == "auto"
-    config, engine_lines = await offload(lambda: choose_engine(config, device), "engine")
     # Without any source of prompts the program that embeds the Runtime submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
     require_free_lanes(config, world.roles)
@@ -97,25 +93,30 @@ async def decide(
             "distributed.roles, distributed.listen or distributed.context is set and there are no prompts: groups of a program do "
             "not travel between ranks; leave all three out, or set data.train"
         )
-    resolve_settings = partial(
-        resolve,
-        world_size=len(world.roles.leaders),
-        generating=len(world.roles.generate),
-        embedding=submitted or prompts is not None,
-        submitted=submitted,
-        own_environment=environment is not None,
-        own_rewards=bool(rewards),
-    )
-    resolved, card_lines = await offload(lambda: fit_card(config, device, world, resolve_settings), "device")
+    program = {"embedding": submitted or prompts is not None, "submitted": submitted}
+    program |= {"own_environment": environment is not None, "own_rewards": bool(rewards)}
+    resolved, device, lines = await offload(lambda: choose_settings(config, world, **program), "device")
     objects = {"prompts": prompts, "rewards": rewards or None, "environment": environment, "hooks": hooks}
     passed = [name for name, value in objects.items() if value is not None]
     await offload(lambda: check_code(resolved) if checked else check_inputs(resolved, passed), "inputs")
     directory = await offload(lambda: RunDirectory(resolved), "run-directory") if write else None
     stages.begin("reading the prompts")
     rows = None if prompts is None else await offload(lambda: load_rows(prompts), "prompts")
-    lines = (*lines, *card_lines, *engine_lines)
     count = await offload(lambda: row_count(resolved, rows), "prompts")
     return Decided(resolved, world, device, lines, directory, rewards, environment, hooks, rows, count, engine_is_auto)
+
+
+def choose_settings(
+    config: Config, world: World, cards: Cards | None = None, **program: bool
+) -> tuple[Config, torch.device, tuple[str, ...]]:
+    """(the resolved configuration, the device, sentences about automatic choices). Blocks. `cards`: None: the GPUs that torch sees.
+    `program`: further arguments of `resolve`. Errors: ConfigError."""
+    config, device, lines = choose_dtype(config, world.local_rank, world.local_world_size, cards)
+    config, engine_lines = choose_engine(config, device)
+    roles = world.roles
+    resolve_settings = partial(resolve, world_size=len(roles.leaders), generating=len(roles.generate), **program)
+    config, card_lines = fit_card(config, device, world, resolve_settings, cards)
+    return config, device, (*lines, *card_lines, *engine_lines)
 
 
 def choose_dtype(

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.describe import to_yaml
-from asyncrl.config.resolve import resolve, slots, staleness_bound, warnings
+from asyncrl.config.resolve import slots, staleness_bound, warnings
 from asyncrl.config.schema import Config
 from asyncrl.data.texts import eos_token_ids, notes
 from asyncrl.distributed.roles import Roles
 from asyncrl.distributed.world import World
 from asyncrl.generation.requests import sampling_params
 
-from .decided import choose_device, choose_dtype
+from .decided import choose_device, choose_settings
 from .directory import RunDirectory
 from .inputs import measure_prompts, row_count
-from .memory import cut_model, fit_card, kv_positions, memory_warnings, predicted, table, worker_parts
-from .placement import AssumedCards, Cards, choose_engine, embedded_on_plain_path, place
+from .memory import cut_model, kv_positions, memory_warnings, predicted, table, worker_parts
+from .placement import AssumedCards, Cards, embedded_on_plain_path, place
 
 if TYPE_CHECKING:
     from .gate import Verdict
@@ -31,15 +31,13 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
     """The text of `--dry-run`: resolved configuration, predicted memory, staleness bound, slots. `assumed`: GPUs to plan for
     instead of those of this machine. Writes nothing. Call `check_start` first. Errors: ConfigError, DataError."""
     cards, world, roles = assumed or Cards(), *_planned_world(config, assumed)
-    config, device, dtype_lines = choose_dtype(config, world.local_rank, world.local_world_size, cards)
     by_auto = config.generation.engine == "auto"
-    config, engine_lines = choose_engine(config, device)
-    resolve_settings = partial(resolve, world_size=len(roles.leaders), generating=len(roles.generate))
-    config, card_lines = fit_card(config, device, world, resolve_settings, cards)
+    config, device, choices = choose_settings(config, world, cards)
     verdict = _verdict(config) if config.train.kind == "torch" else None
     if by_auto and verdict is not None:
         config, plain_lines = embedded_on_plain_path(config, verdict.path.name)
-        engine_lines = plain_lines or engine_lines
+        if plain_lines:
+            choices = (*(line for line in choices if not line.startswith("generation.engine")), *plain_lines)
     per_step = config.rollout.groups_per_step * config.rollout.group_size
     lines = [
         to_yaml(config).rstrip(),
@@ -71,9 +69,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
                 memory += ["predicted memory of one worker:", table(worker)]
                 memory += _notes(memory_warnings(worker, placed.devices[0], cards))
         lines += [
-            *dtype_lines,
-            *card_lines,
-            *engine_lines,
+            *choices,
             *([] if cut is None else [cut.line(len(roles.train))]),
             *dict.fromkeys(placed.line for placed in placements.values()),
             *(_roles(config, world, weights, assumed) if assumed else ()),
