@@ -93,7 +93,7 @@ async def decide(
             "distributed.roles, distributed.listen or distributed.context is set and there are no prompts: groups of a program do "
             "not travel between ranks; leave all three out, or set data.train"
         )
-    program = {"embedding": submitted or prompts is not None, "submitted": submitted}
+    program: dict[str, Any] = {"embedding": submitted or prompts is not None, "submitted": submitted}
     program |= {"own_environment": environment is not None, "own_rewards": bool(rewards)}
     resolved, device, lines = await offload(lambda: choose_settings(config, world, **program), "device")
     objects = {"prompts": prompts, "rewards": rewards or None, "environment": environment, "hooks": hooks}
@@ -107,7 +107,7 @@ async def decide(
 
 
 def choose_settings(
-    config: Config, world: World, cards: Cards | None = None, **program: bool
+    config: Config, world: World, cards: Cards | None = None, **program: Any
 ) -> tuple[Config, torch.device, tuple[str, ...]]:
     """(the resolved configuration, the device, sentences about automatic choices). Blocks. `cards`: None: the GPUs that torch sees.
     `program`: further arguments of `resolve`. Errors: ConfigError."""
