@@ -208,7 +208,7 @@ def try_advantage(config: Config) -> None:
 
 
 def check_prompts(config: Config) -> None:
-    """Check only the model's directory and the rows of `data.train`. Errors: as `check_inputs`."""
+    """The part of `check_inputs` that `asyncrl prompts` needs: the model's directory and the rows of `data.train`."""
     if config.data.train is None:
         raise ConfigError("data.train is not set: there are no prompts to show")
     _sources_read.clear()

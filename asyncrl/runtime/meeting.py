@@ -90,8 +90,8 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
 
 
 def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, RankLost | None], None], Handler]:
-    """Three handlers for the line: rank 0 is lost (on other ranks); another rank has ended (on rank 0); another rank sends the
-    reason why it ends (on each rank)."""
+    """Three handlers for the line. The first is called on other ranks if rank 0 is lost, the second on rank 0 if another rank has
+    ended, the third on each rank if another rank sends the reason why it ends."""
     world = run.world
 
     def lose(lost: RankLost) -> None:
@@ -116,7 +116,7 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
             lose(RankLost(f"{lost}{world.roles.shared(_rank_of(peer))}", lost.stopped_by))
         elif run.ended_by is None and run.stopped_by is None and (reported := run.end_reasons.get(peer)) is not None:
             # The peer has left, and this rank has no error of its own: this rank would wait for groups that never come. The reason
-            # may be another rank, so the set of the peer is not named.
+            # may name another rank, so the siblings of the peer are not named.
             lose(reported)
 
     async def on_end_reason(peer: str, ended: Any, buffers: Any) -> None:
@@ -124,7 +124,7 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
         if ended["stalled"]:
             run.describe_waits()
         if not isinstance(run.line, LineServer) and not world.trains:
-            # This rank is in no collective that would end. Rank 0 waits until this rank has left.
+            # No collective would end on this rank, and rank 0 waits until this rank has left.
             run.end_reasons[peer] = lost
             return lose(lost)
         if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):

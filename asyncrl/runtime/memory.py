@@ -264,7 +264,8 @@ def _attention_layers(text: Any) -> int:
 def cut_model(
     config: Config, device: torch.device, world: World, placement: Placement | None = None, cards: Cards | None = None
 ) -> Cut:
-    """How `distributed.sharding: fsdp` cuts the model. Depends on total memory, which is equal on all machines of one kind."""
+    """How `distributed.sharding: fsdp` cuts the model. Depends on the total memory and not on the free memory, so that ranks choose
+    the same cut."""
     ranks, per_machine = len(world.roles.train), world.local_world_size
     memory = (cards or Cards()).memory(device) if device.type == "cuda" else _meminfo("MemTotal") // per_machine
     # If a machine has one rank, or training ranks do not fill machines, no machine can hold a copy of its own.

@@ -274,8 +274,8 @@ class OpenRun:
             self._in_at_version = False
 
     async def _catch_up(self, last: bool) -> None:
-        """Before the first step: the work at the first version of a new run, or an evaluation that a resumed run has missed.
-        With `last`, after the last step: rank 0 evaluates the last version, unless `_at_version` knew that no step would follow."""
+        """Called before the first step: does the work at the first version of a new run, or an evaluation that a resumed run has
+        missed. With `last` called after the last step: rank 0 evaluates the last version, unless `_at_version` has done so."""
         version = self.ports.trainer.version
         if not last and self.saved is None:
             await self._at_version(version, first=True)
@@ -422,7 +422,7 @@ class OpenRun:
                 await line.tell(END_REASON, ended)
 
     def describe_waits(self) -> None:
-        """Print the longest wait of each kind, because another rank says that the run stands still."""
+        """Print the longest wait of each kind, because another rank has reported a standstill."""
         self.stalled = True
         kinds = {(wait.what, wait.on): wait for wait in reversed(self.recorder.active_waits())}
         waits = [describe_wait(wait, self.recorder.clock()) for wait in kinds.values()]

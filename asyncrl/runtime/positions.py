@@ -211,8 +211,8 @@ class Positions:
 
 
 def after_step(before: RankState, trained: Collection[int], ranks: int) -> RankState:
-    """The state of a rank that died between a step and its announcement. `before`: the state before the step. `trained`: ids of
-    the rank's groups in the step. `ranks`: number of ranks.
+    """The state, after a step, of a rank that died before it announced this state. `before`: the state before the step. `trained`:
+    ids of the rank's groups in the step. `ranks`: number of ranks.
     A resumed run plays again all other prompts that the rank took during the step, even if their group was dropped. `reroll` plays
     none of the trained prompts again, even if their rewards are low: only the dead rank knew the rewards."""
     cursor = before["prompts"]
