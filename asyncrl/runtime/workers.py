@@ -153,8 +153,7 @@ async def take_engine(run: OpenRun, placement: Placement, engine: str) -> Placem
 
 
 def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
-    """What a worker needs to build the model, in JSON types, without weights. Errors: ConfigError for a model that the engine cannot
-    run."""
+    """What a worker needs to build the model, in JSON types, without weights. Errors: ConfigError if the engine cannot run it."""
     config, context = run.config, row_limit(run.config)
     routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
     vllm = config.generation.engine == "vllm"
