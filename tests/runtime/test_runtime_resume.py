@@ -26,7 +26,7 @@ from runtime_helpers import (
 )
 from runtime_model import rows
 
-from asyncrl.atropos.door import ServedTerms
+from asyncrl.config.resolve import last_version
 from asyncrl.config.schema import Config
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.runtime.runtime import Runtime
@@ -187,7 +187,7 @@ async def test_a_resume_within_a_batch_counts_ages_and_the_last_version_from_the
     async with Runtime(config_of(tmp_path, *settings, "resume=true", base=base)) as runtime:
         assert runtime.version == 1
         await train_a_step(runtime)
-    assert runtime.version == 3 == ServedTerms.of(runtime).steps
+    assert runtime.version == 3 == last_version(runtime.config, runtime.built.base)
     # Three optimizer steps: the rate falls to 0 in thirds.
     assert metrics_of(tmp_path / "runs/run")[-1]["optim/lr"] == pytest.approx(0.001)
     assert {row["step"]: row["trained_version"] for row in rollouts_of(tmp_path / "runs/run")} == {1: 0, 3: 1}
