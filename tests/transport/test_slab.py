@@ -59,14 +59,12 @@ def test_a_tensor_outlives_the_slab_and_a_closed_slab_gives_none(name: str) -> N
     assert part.tolist()[0] == 5 and part.shape == (8,) and gone() is None and names(name) == []
 
 
-def test_another_segment_is_no_slab_and_no_size_is_refused(name: str) -> None:
+def test_another_segment_is_no_slab(name: str) -> None:
     for size in (64, 1 << 13):
         other = Segment.create(name, size)
         with pytest.raises(TransportError, match="is no slab"):
             Slab.attach(name)
         other.close(unlink=True)
-    with pytest.raises(ValueError, match="must be positive"):
-        Slab.create(name, 0, device="cpu")
 
 
 class Library:

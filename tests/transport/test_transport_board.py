@@ -17,7 +17,7 @@ import torch
 import warm
 from transport_helpers import environment, finish, line, names, own_name, say
 
-from asyncrl.errors import LifecycleError, OutOfMemory, PlatformError, TransportError
+from asyncrl.errors import OutOfMemory, PlatformError, TransportError
 from asyncrl.transport.memory import words
 from asyncrl.transport.memory.board import Board, weight_slab
 
@@ -221,9 +221,9 @@ def test_a_reader_in_this_process_sees_the_same_and_changes_nothing(board: Board
     put(board, 0, 1, values(1))
     with Board.attach(json.loads(json.dumps(board.description)), os.dup(board.fd), LAYOUT) as other:
         assert torch.equal(other.half(0), board.half(0)) and other.version(0) == 1
-        with pytest.raises(LifecycleError, match="created"):
-            other.write(1, 2, values(2))
-        with pytest.raises(LifecycleError, match="created"):
+        with pytest.raises(TypeError, match="read-only"):
+            other.write(1, 2)
+        with pytest.raises(TypeError, match="read-only"):
             other.clear(0)
 
 
@@ -334,12 +334,8 @@ def test_closed_it_answers_nothing_and_its_tensors_stay() -> None:
     half = made.half(0)
     made.close()
     made.close()
-    for call in (
-        lambda: made.half(0),
-        lambda: made.version(0),
-        lambda: made.write(0, 1, source),
-    ):
-        with pytest.raises(LifecycleError, match="closed"):
+    for call in (lambda: made.half(0), lambda: made.version(0), lambda: made.write(0, 1)):
+        with pytest.raises((IndexError, ValueError)):
             call()
     assert torch.equal(half, source)
     del half

@@ -10,7 +10,8 @@ Each half is a flat buffer with all weights of one version.
 Guarantees
 * The board is a memfd without a name, so no death of a process leaves a file behind. The size of the memfd is sealed.
 * All pages are allocated at creation. So a lack of memory raises an error with figures, and no SIGBUS comes later.
-* A reader's mapping is read-only: a write is a SIGSEGV. From Linux 5.1 on, a seal forbids further writable mappings.
+* A reader's mapping is read-only: a write into a half is a SIGSEGV there, and `write` raises a TypeError. From Linux 5.1 on, a
+  seal forbids further writable mappings.
 * The memfd has a word for each half with its version. `write` clears the word before the copy and stores the version
   after the copy, and x86-64 keeps this order (`words.py`).
 
@@ -44,7 +45,7 @@ import torch
 from torch import Tensor
 
 from ...concurrency.offload import offload
-from ...errors import LifecycleError, OutOfMemory, TransportError
+from ...errors import OutOfMemory, TransportError
 from .segment import allocate, check_platform
 from .slab import Slab, bytes_tensor
 from .words import Words, fault
@@ -124,7 +125,6 @@ class Board:
         """`fd` and `slab` belong to the board from now on. Without a slab the halves are in the memfd `fd`."""
         self.fd = fd
         self.elements, self.dtype, self.layout = elements, dtype, layout
-        self.owner = owner
         self.nbytes = elements * dtype.itemsize  # of one half
         self._token = token
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if owner else 0)
@@ -235,7 +235,6 @@ class Board:
         """Make a half hold `version`. No process may read the half during the call. `source`: a flat buffer to copy;
         None: the owner has already written the weights into `half(index)` after `clear`. Waits for the device. Errors:
         ValueError for a source of another shape, dtype or device."""
-        self._require_owner()
         if version < 0:
             raise ValueError(f"a weight board cannot hold version {version}: versions must not be negative")
         if source is not None:
@@ -251,30 +250,25 @@ class Board:
 
     def clear(self, index: int) -> None:
         """Mark the half as holding no version. Only after this call may the owner write into the half."""
-        self._require_owner()
         self._versions.store(index, 0)
 
     # -- for owner and readers
 
     def half(self, index: int) -> Tensor:
         """A half as this process reads it, [elements]. The tensor keeps its memory mapped after `close`."""
-        self._check_open()
         return self._halves[index]
 
     def fetch(self, index: int) -> DeviceWait:
         """With `copy_to`: start the copy of a half that this process does not read now. The copy is complete after the
         wait; the owner must not write into the half before that."""
-        self._check_open()
         return copy_beside(self._stored[index], self._halves[index]) if self.reads_copies else None
 
     def reads_ended(self) -> DeviceWait:
         """A wait for all reads launched before this call. After the wait no kernel reads a half that this process has left."""
-        self._check_open()
         return record_event(self._halves[0].device)
 
     def version(self, index: int) -> int | None:
         """The version that a half holds; None for an empty half and during a write."""
-        self._check_open()
         stored = self._versions[index]
         return stored - 1 if stored else None
 
@@ -298,10 +292,6 @@ class Board:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self.fd < 0:
-            raise LifecycleError("the weight board is closed")
-
     def _require_fit(self, source: Tensor) -> None:
         device = self._stored[0].device
         if source.shape != (self.elements,) or source.dtype != self.dtype or source.device != device:
@@ -311,11 +301,6 @@ class Board:
             )
         if not source.is_contiguous():
             raise ValueError("the weight board takes contiguous weights only; found strided ones: call .contiguous()")
-
-    def _require_owner(self) -> None:
-        self._check_open()
-        if not self.owner:
-            raise LifecycleError("only the process that created a weight board may change it; this process attached")
 
 
 def _slab_half(elements: int, dtype: torch.dtype) -> int:

@@ -42,8 +42,6 @@ class Slab:
     @classmethod
     def create(cls, name: str, size: int, *, device: str | torch.device = "cuda") -> Self:
         """`size`: bytes, rounded up to a multiple of 64. Errors: as `Segment.create`; PlatformError for a device without IPC."""
-        if size < 1:
-            raise ValueError(f"slab {name!r}: its size in bytes must be positive, found {size}")
         size = (size + 63) & -64
         memory = None if str(device) == "cpu" else CudaMemory.allocate(device, size)
         kind, description = (_HOST, b"") if memory is None else (_CUDA, memory.description)

@@ -27,8 +27,6 @@ class Words:
     __slots__ = ("_label", "view")
 
     def __init__(self, buffer: memoryview, offset: int, count: int, label: str) -> None:
-        if offset % 8:
-            raise AssertionError(f"{label}: offset {offset} is not a multiple of 8, so a store could be torn; align it")
         self.view = buffer[offset : offset + 8 * count].cast("Q")
         self._label = label
 

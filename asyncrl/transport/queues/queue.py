@@ -105,8 +105,6 @@ class QueueReceiver(_QueueEnd[T]):
 
 
 def open_queue(name: str, capacity: int, recorder: Recorder | None = None) -> tuple[QueueSender[T], QueueReceiver[T]]:
-    """Both ends of a new queue for at most `capacity` items. Errors: ValueError below 1."""
-    if capacity < 1:
-        raise ValueError(f"queue {name!r}: capacity must be at least 1, found {capacity}")
+    """Both ends of a new queue for at most `capacity` items."""
     send, receive = anyio.create_memory_object_stream[T](capacity)
     return QueueSender(name, send, recorder), QueueReceiver(name, receive, recorder)

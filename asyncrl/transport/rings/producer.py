@@ -106,13 +106,11 @@ class ProducerStatistics:
     """Counts of this producer, and the use of its ring."""
 
     puts: int
-    bytes: int
     waits: int  # puts that found the ring full
     attached: bool
     attachments: int
     records_held: int  # accepted and not released
     bytes_held: int
-    capacity: int  # bytes for records in the ring
 
 
 class ProducerCore:
@@ -125,7 +123,7 @@ class ProducerCore:
         self.identity = secrets.token_bytes(16)
         self.closed = False
         self.unnotified = False  # an accepted record may be unknown to the owner
-        self.puts = self.bytes = self.waits = self.attachments = 0
+        self.puts = self.waits = self.attachments = 0
         self._segment: Segment | None = None
         self._writer: RingWriter | None = None
         self._attachment: Attachment | None = None
@@ -189,7 +187,6 @@ class ProducerCore:
             # The owner may have polled the ring for the last time before the store: put the record again, for the next owner.
             return Need.OWNER
         self.puts += 1
-        self.bytes += plan.size
         return Need.NOTHING
 
     def space_descriptors(self) -> list[int]:
@@ -219,8 +216,9 @@ class ProducerCore:
                 f"nobody owns ring {self.name!r}: its owner ended in good order, and no other came within {timeout:g} s. "
                 "Put this record again when the next run has started"
             )
-        slots = 0 if self._writer is None else self._writer.memory.slots
-        records, used, capacity = self._used()
+        writer = self._writer
+        slots, capacity = (0, 0) if writer is None else (writer.memory.slots, writer.capacity)
+        records, used = (0, 0) if writer is None else writer.used()
         owner = "attached" if self._attachment is not None else "gone"
         return RingFull(
             f"ring {self.name!r}: no room for {plan.size:,} bytes within {timeout:g} s; {records} of {slots} records and "
@@ -235,12 +233,8 @@ class ProducerCore:
 
     def statistics(self) -> ProducerStatistics:
         """The current counts of this producer."""
-        attached = self._attachment is not None
-        return ProducerStatistics(self.puts, self.bytes, self.waits, attached, self.attachments, *self._used())
-
-    def _used(self) -> tuple[int, int, int]:
-        """(records accepted and not released, their bytes, bytes for records in the ring)."""
-        return (0, 0, 0) if self._writer is None else (*self._writer.used(), self._writer.capacity)
+        used = (0, 0) if self._writer is None else self._writer.used()
+        return ProducerStatistics(self.puts, self.waits, self._attachment is not None, self.attachments, *used)
 
     def close_now(self) -> None:
         """Close the ring, without the lock. Accepted records stay. Closing twice is fine."""
