@@ -21,7 +21,7 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
-# [L, layers, k]: the k experts that each layer chose for each token. -1: not known (records/routes.py).
+# [L, layers, k]: the k experts that each layer chose for each token. -1: not known (records/check.py).
 RoutesArray: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 Messages: TypeAlias = list[dict[str, Any]]
 

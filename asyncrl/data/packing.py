@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from asyncrl.algorithms.credit import turn_of
 from asyncrl.errors import DataError
-from asyncrl.records.routes import MISSING
+from asyncrl.records.check import MISSING
 from asyncrl.types import Group, Microbatch, Trajectory
 
 from .store import OLD, REFERENCE, TURN_ADVANTAGES, Column

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.records.routes import MISSING
+from asyncrl.records.check import MISSING
 from asyncrl.types import Int64Array
 
 

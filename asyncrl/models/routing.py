@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError
-from asyncrl.records.routes import narrowest
+from asyncrl.records.check import narrowest
 
 from .attention.interface import PLAN_ARGUMENT
 from .head.output import decoder_of

@@ -43,34 +43,28 @@ class GroupBook:
     def __init__(self, ledger: Ledger, store: Store) -> None:
         self._ledger = ledger
         self.store = store
-        self._tickets: dict[int, Ticket] = {}
-        self._on_ready: list[Callable[[], None]] = []
-        self._on_end: list[Callable[[Sequence[int]], None]] = []
+        self.tickets: dict[int, Ticket] = {}
+        # Called for each group that becomes ready to be claimed.
+        self.on_ready: Callable[[], None] = lambda: None
+        # Called with the ids of groups that were dropped, failed, trained, or sent to another rank.
+        self.on_end: Callable[[Sequence[int]], None] = lambda group_ids: None
         # If set, `end` keeps the leases of a group, because a later run can still train it.
         self.training_ended = False
         # Held while a step changes the weights, and by an evaluation while the weights must not change.
         self.weights_lock = asyncio.Lock()
-        self.end_count = 0  # how often the callbacks of `on_end` were called
+        self.end_count = 0  # calls of `on_end`
         self.reasons: Counter[str] = Counter()  # "outcome: reason" -> number of ended groups
         self.failed = 0  # groups
         # Whether the error for too many failed groups was raised.
         self.raised_too_many_failed = False
 
-    def on_ready(self, callback: Callable[[], None]) -> None:
-        """Register a callback for each group that becomes ready to be claimed."""
-        self._on_ready.append(callback)
-
-    def on_end(self, callback: Callable[[Sequence[int]], None]) -> None:
-        """Register a callback that gets the ids of groups that were dropped, failed, trained, or sent to another rank."""
-        self._on_end.append(callback)
-
     def add(self, ticket: Ticket) -> None:
         """Add a group that the ledger admitted."""
-        self._tickets[ticket.group_id] = ticket
+        self.tickets[ticket.group_id] = ticket
 
     def remove(self, ticket: Ticket) -> bool:
         """Take a group out of this book, because another rank may get the group. The rows stay. False if it is not in the book."""
-        return self._tickets.pop(ticket.group_id, None) is not None
+        return self.tickets.pop(ticket.group_id, None) is not None
 
     def write(self, group_id: int, column: str, values: Column) -> None:
         """Write a column of the group's rows. Does nothing if the group has ended."""
@@ -79,14 +73,13 @@ class GroupBook:
 
     def mark_ready(self, group: Group) -> None:
         """Store the final rewards of the group, which can then be claimed. Does nothing if the group has ended."""
-        if group.group_id in self._tickets:
+        if group.group_id in self.tickets:
             self.store.score(group)
-            for callback in self._on_ready:
-                callback()
+            self.on_ready()
 
     def claim(self, ticket: Ticket) -> Rows:
         """Move a group into the open step, after the ledger gave it a place there. Returns the rows of the group."""
-        del self._tickets[ticket.group_id]
+        del self.tickets[ticket.group_id]
         return self.store.claim(ticket.group_id)
 
     def unclaim(self, ticket: Ticket) -> None:
@@ -105,7 +98,7 @@ class GroupBook:
     ) -> bool:
         """Give the slot of a group back and clear its rows; `release`: release its leases, too. Returns False, and does nothing,
         if the group has ended or is claimed by a step."""
-        ticket = self._tickets.pop(group_id, None)  # before any await, so that only one caller ends the group
+        ticket = self.tickets.pop(group_id, None)  # before any await, so that only one caller ends the group
         if ticket is None:
             return False
         self.store.clear([group_id], release=release and not self.training_ended)
@@ -119,17 +112,12 @@ class GroupBook:
 
     async def end_all(self, reason: str) -> None:
         """Drop every group that no step has claimed."""
-        for group_id in list(self._tickets):
+        for group_id in list(self.tickets):
             await self.end(group_id, "dropped", reason)
 
     def _notify_end(self, group_ids: Sequence[int]) -> None:
         self.end_count += 1
-        for callback in self._on_end:
-            callback(group_ids)
-
-    def live(self) -> list[int]:
-        """Ids of the admitted groups that no step has claimed, ascending."""
-        return sorted(self._tickets)
+        self.on_end(group_ids)
 
     def __contains__(self, group_id: int) -> bool:
-        return group_id in self._tickets
+        return group_id in self.tickets

@@ -22,7 +22,7 @@ class Claims:
         self._stop_requested = False
         self._stop_turn: int | None = None
         self.changed = anyio.Event()
-        ports.book.on_ready(self.notify)
+        ports.book.on_ready = self.notify
 
     @property
     def finished(self) -> bool:

@@ -131,7 +131,7 @@ class Graph:
         self._generated = anyio.Event()  # the rollout and score pumps have ended
         self._generation_scope = anyio.CancelScope()
         self._generation_pumps_scope: anyio.CancelScope | None = None
-        self._finish_callbacks: list[Callable[[], None]] = []
+        self.on_finish: Callable[[], None] = lambda: None  # called when the training pumps have ended
         self._generating = False
         self._draining = False
         self._accepts_groups = False
@@ -168,8 +168,7 @@ class Graph:
 
     def _finish(self) -> None:
         self._finished.set()
-        for callback in self._finish_callbacks:
-            callback()
+        self.on_finish()
 
     async def _run_following(self) -> None:
         """In place of `_run_training`, on a rank that only generates."""
@@ -211,13 +210,6 @@ class Graph:
             self.intake.close("the training ended")
         # No step can train the groups that are still being generated or scored.
         self._generation_scope.cancel()
-
-    def on_finish(self, callback: Callable[[], None]) -> None:
-        """Register a callback for the end of the training pumps. The callback is called at once if they have ended."""
-        if self._finished.is_set():
-            callback()
-        else:
-            self._finish_callbacks.append(callback)
 
     async def run(self, supervisor: Supervisor) -> None:
         """Generate, score and train the configured prompts until the end. Groups that no step has trained are dropped and counted.

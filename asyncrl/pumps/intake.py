@@ -53,7 +53,7 @@ class Intake:
         self._playing: dict[anyio.CancelScope, anyio.Event] = {}  # groups of `play`, until their end
         # Leases of groups that were refused because live groups hold all places in the steps. Released when a group ends.
         self._delayed_leases: list[Lease] = []
-        ports.book.on_end(self._on_end)
+        ports.book.on_end = self._on_end
         self.ids = ports.ids
         self.scored = 0  # trajectories
 

@@ -167,7 +167,7 @@ class OpenRun:
         newest_evaluated = self.saved.newest_evaluated if self.saved else -1
         callbacks = self._at_version, self._on_step, self._catch_up
         self.graph = Graph(self.ports, self.prompts, held_out, *callbacks, newest_evaluated, self.role_parts)
-        self.graph.on_finish(self.listeners.close)
+        self.graph.on_finish = self.listeners.close
 
     def start(self) -> None:
         """Start the pumps. The supervisor must be open."""

@@ -19,7 +19,7 @@ from asyncrl.models.head.logprobs import SpareMemory, token_logprobs
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
 from asyncrl.models.routing import Routing
-from asyncrl.records.routes import MISSING
+from asyncrl.records.check import MISSING
 from asyncrl.types import Microbatch, Normaliser
 
 from .context import Share, tokens_of_rank

@@ -214,7 +214,7 @@ class House:
         self.quiescent_points += 1
         books = self.ledger.audit()
         live = [ticket.group_id for ticket in self.ledger.live_groups() if ticket.group_id in self.book]
-        assert self.book.live() == live and len(live) == books.live, (self.book.live(), live, books)
+        assert sorted(self.book.tickets) == live and len(live) == books.live, (self.book.tickets, live, books)
         held, size = self.store.statistics(), self.config.rollout.group_size
         assert self.graph.intake.incomplete + held.rows // size <= books.live + books.claimed
         assert held.claimed == books.claimed * size, "the store's claims and the open step differ"
@@ -223,7 +223,7 @@ class House:
         """After every end, good or bad: no open step, every admitted group ended exactly once or waits for its publish."""
         books = self.ledger.audit()
         assert books.live == books.claimed == 0, f"groups left behind: {books}"
-        assert self.book.live() == []
+        assert not self.book.tickets
         assert not self.trainer.step_open, "a train step is still open"
         endings = Counter({group: len(ends) for group, ends in self.ledger.endings.items()})
         assert endings == self.ledger.admissions, "an admitted group ended twice, or never"

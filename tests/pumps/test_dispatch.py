@@ -404,7 +404,7 @@ async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> 
             note=lambda text: None,
         )
         book = ports.book = GroupBook(ledger, Store())
-        book.on_end(lambda ids: dropped.set())
+        book.on_end = lambda ids: dropped.set()
         late = await ledger.admit(0)
         assert late is not None
         book.add(late)
@@ -421,4 +421,4 @@ async def test_a_rank_that_only_generates_drops_groups_past_their_deadline() -> 
             with anyio.fail_after(5):
                 await dropped.wait()
             tasks.cancel_scope.cancel()
-    assert not book.live() and book.reasons == {"dropped: past its deadline": 1}
+    assert not book.tickets and book.reasons == {"dropped: past its deadline": 1}

@@ -596,4 +596,3 @@ def test_nobody_waits_for_a_slot_once_the_training_has_ended() -> None:
     house = live(plan, body=body)
     assert house.error is None
     assert house.books.trained == 2 and heard[-1] == 7 and sorted(heard) == [2, 3, 4, 5, 6, 7]
-    assert house.graph._finish_callbacks == []

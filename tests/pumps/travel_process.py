@@ -209,7 +209,7 @@ async def train(own: Rank, line: LineClient, lines: Connections, counted: Counte
     server = await lines.serve()
     server.on(KIND, take)
     line.on("committed", committed)
-    own.book.on_ready(lambda: line.post("ready"))
+    own.book.on_ready = lambda: line.post("ready")
     await lines.announce(server)
     tasks.start_soon(own.arrivals.run)
     while True:

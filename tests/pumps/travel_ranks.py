@@ -94,7 +94,7 @@ class Rank:
         self.ledger: Any = ledger or RankLedger(books, rank)
         self.store = Store()
         self.book = GroupBook(self.ledger, self.store)
-        self.book.on_ready(books.changed)
+        self.book.on_ready = books.changed
         self.recorder = Recorder(max_events=0, nvtx=False)
         self.ports: Any = SimpleNamespace(
             rank=rank, ledger=self.ledger, store=self.store, book=self.book, recorder=self.recorder, limits=Limits()

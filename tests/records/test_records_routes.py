@@ -14,10 +14,9 @@ from test_records_schema import trajectory, written
 from transport_records import draft_of
 
 from asyncrl.errors import DataError
-from asyncrl.records.check import Limits, check_trajectory
+from asyncrl.records.check import Limits, check_routes, check_trajectory, narrowest
 from asyncrl.records.layout import Section
 from asyncrl.records.read import read
-from asyncrl.records.routes import check_routes, narrowest
 from asyncrl.records.trajectories import trajectories_of
 from asyncrl.records.write import plan
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from asyncrl.models.routing import RoutesShape
-from asyncrl.records.routes import MISSING
+from asyncrl.records.check import MISSING
 from asyncrl.types import FinishReason, Generation, GenerationRequest, Int64Array, RoutesArray, SamplingParams
 
 from .sampling import LogitChanges, RowParams, Sampled, keyed_uniform, seed_array
