@@ -209,7 +209,12 @@ async def train(own: Rank, line: LineClient, lines: Connections, counted: Counte
     server = await lines.serve()
     server.on(KIND, take)
     line.on("committed", committed)
-    own.book.on_ready = lambda: line.post("ready")
+
+    def on_ready() -> None:
+        own.books.changed()
+        line.post("ready")
+
+    own.book.on_ready = on_ready
     await lines.announce(server)
     tasks.start_soon(own.arrivals.run)
     while True:
