@@ -91,7 +91,7 @@ class Dispatch:
             if prompt is not None:
                 self._unadmitted[peer] = prompt.group_id
                 return prompt
-            # The cursor is at its end, or `in_order` forbids a prompt now. A lost rank's prompts go back to the cursor.
+            # The cursor is at its end, or `in_order` forbids a prompt now. Wait: the prompts of a lost rank go back to the cursor.
             if self._unadmitted:
                 await self._changed.wait()
             elif self._ledger.statistics().live:
