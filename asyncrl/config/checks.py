@@ -257,9 +257,8 @@ def _check_lengths(config: Config) -> Iterator[str]:
             f"{whole}, so that the longest prompt gets a reply; raise the first or lower the other two"
         )
     elif config.train.tokens_per_microbatch < longest:
-        named = "rollout.max_context"
-        if rollout.max_context is None:
-            named = f"{names} = {data.max_prompt_tokens} + {rollout.max_tokens}"
+        as_sum = f"{names} = {data.max_prompt_tokens} + {rollout.max_tokens}"
+        named = as_sum if rollout.max_context is None else "rollout.max_context"
         yield (
             f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}; expected at least {named} = {longest}, so that "
             "one sequence fits; raise tokens_per_microbatch, or lower this limit"

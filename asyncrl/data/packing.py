@@ -136,7 +136,7 @@ class _Trie:
                 ends.append(self.root)  # a placeholder
                 continue
             if ends:
-                before = self.root if parent < 0 else self._ending(ends[parent], position)
+                before = self.root if parent < 0 else self._node_ending_at(ends[parent], position)
                 match = _longest(before, trajectory, start, end)
             tokens, node, inside, equal = match
             is_cut = inside < node.length
@@ -153,7 +153,7 @@ class _Trie:
             ends.append(node)
         self.rows.append((row, ends))
 
-    def _ending(self, node: _Node, depth: int) -> _Node:
+    def _node_ending_at(self, node: _Node, depth: int) -> _Node:
         """The node on the path of `node` that ends `depth` tokens behind the root. If no node ends there, one is cut."""
         while node.depth >= depth:
             node = _parent(node)

@@ -52,11 +52,11 @@ class IndexedRows:
         self._is_data_set = type(data).__module__.partition(".")[0] == "datasets"
 
     def __len__(self) -> int:
-        return _run(lambda: len(self._data), f"the length of {self.source}")
+        return _call_user(lambda: len(self._data), f"the length of {self.source}")
 
     def __getitem__(self, index: int) -> Row:
         try:
-            row: Row = _run(lambda: self._data[index], f"row {index + 1} of {self.source}")
+            row: Row = _call_user(lambda: self._data[index], f"row {index + 1} of {self.source}")
         except DataError:
             if not self._is_data_set or self._data.format["type"] is not None:
                 raise
@@ -96,7 +96,7 @@ def load_rows(source: Any) -> PromptRows:
         return _open_hub(text)
     data = load_object(text)
     if callable(data):
-        data = _run(data, text)
+        data = _call_user(data, text)
     return as_rows(data, text)
 
 
@@ -109,7 +109,7 @@ def as_rows(data: Any, source: str) -> PromptRows:
         return TableRows(table, source) if hasattr(table, "column_names") else _check_list(table, source)
     if not isinstance(data, (str, bytes)):
         if isinstance(data, Sequence):
-            return _check_list(_run(lambda: list(data), source), source)
+            return _check_list(_call_user(lambda: list(data), source), source)
         if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             return IndexedRows(data, source)
         if hasattr(data, "__iter__"):
@@ -126,7 +126,7 @@ def as_rows(data: Any, source: str) -> PromptRows:
 
 
 def _read_all(iterable: Any, source: str) -> list[Any]:
-    rows = _run(lambda: list(islice(iter(iterable), ITERATED_ROWS + 1)), source)
+    rows = _call_user(lambda: list(islice(iter(iterable), ITERATED_ROWS + 1)), source)
     if len(rows) > ITERATED_ROWS:
         raise DataError(
             f"{source} gave {type(iterable).__name__}, which can only be iterated and has more than {ITERATED_ROWS:,} rows; "
@@ -166,7 +166,7 @@ def _as_table(data: Any, source: str) -> Any:
         ) from error
 
 
-def _run(call: Callable[[], T], source: str) -> T:
+def _call_user(call: Callable[[], T], source: str) -> T:
     """Call user code. Errors: `DataError` in one line, for every exception of the call."""
     with user_code(lambda error: DataError(f"{source} raised {raised(error)}")):
         return call()

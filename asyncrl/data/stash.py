@@ -194,10 +194,8 @@ class Stash(Generic[C]):
         Tokens of future versions, and groups without a sampled token, are never too old.
         """
         self._oldest_allowed = max(self._oldest_allowed, version - max_staleness)
-        stale = []
-        for key, entry in self._waiting.items():
-            if any(self._too_old(trajectory) for trajectory, _ in entry.members.values()):
-                stale.append(key)
+        waiting = self._waiting.items()
+        stale = [key for key, entry in waiting if any(self._too_old(t) for t, _ in entry.members.values())]
         return [self._end(key, Ending.STALE) for key in stale]
 
     def end_epoch(self, epoch: int) -> list[StashedGroup[C]]:

@@ -31,7 +31,7 @@ from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.live import LiveView
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.report import write_report
-from asyncrl.telemetry.reward_signal import SignalWatch, lacking_note, warnings
+from asyncrl.telemetry.reward_signal import FaultCounts, lacking_note, warnings
 from asyncrl.telemetry.rollouts import Decode, RolloutWriter
 from asyncrl.telemetry.sinks import Sinks, open_sinks
 from asyncrl.telemetry.trace import write_trace
@@ -76,7 +76,7 @@ class Journal:
         # Bytes of the next checkpoint. With fewer free bytes on the disk no rollouts are written.
         self.reserve = 0
         self.budget = RunBudget()
-        self._signal = SignalWatch(
+        self._faults = FaultCounts(
             config.algorithm.advantage, config.rollout.group_size, completions_should_end=not config.rollout.ignore_eos
         )
         self._pending: dict[int, tuple[StepReport, dict[str, float]]] = {}
@@ -162,7 +162,7 @@ class Journal:
             "time/accounted": window.end - window.start,
             **extra,
         }
-        metrics.update(self._signal.step(metrics))
+        metrics.update(self._faults.step(metrics))
         metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # from KiB
         self._pending[report.version] = (report, metrics)
         return StepReport(report.version, report.result, metrics, report.groups, report.advantages)

@@ -43,7 +43,7 @@ _FIRST_TOKEN_REASON = (
 Metrics = Mapping[str, float]
 
 
-class SignalWatch:
+class FaultCounts:
     """Counts over all steps, in order. `advantage` and `group_size` are settings. `completions_should_end`: False if every
     completion is meant to be cut (`rollout.ignore_eos`)."""
 
@@ -89,7 +89,7 @@ def lacking_note(metrics: Metrics, reported: set[str]) -> Iterator[str]:
         yield f"note: the texts that rewards read lack, so far: {'; '.join(lines)}; metrics text/* go on counting"
 
 
-def describe(metrics: Metrics, known: Sequence[str] = ()) -> str:
+def describe_without_signal(metrics: Metrics, known: Sequence[str] = ()) -> str:
     """A sentence on the rewards of a step without a signal: their value, for how many steps, and the likely reason."""
     count = int(metrics[WITHOUT_SIGNAL])
     steps = f"for {count} steps in a row" if count > 1 else "in this step"
@@ -129,7 +129,7 @@ def _describe_waited(metrics: Metrics, known: Sequence[str] = ()) -> str:
     )
 
 
-_DESCRIBED = {WITHOUT_SIGNAL: describe, CLIPPED: _describe_clipped, WAITED: _describe_waited}
+_DESCRIBED = {WITHOUT_SIGNAL: describe_without_signal, CLIPPED: _describe_clipped, WAITED: _describe_waited}
 
 
 def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:

@@ -24,8 +24,8 @@ from asyncrl.telemetry.reward_signal import (
     CLIPPED,
     WAITED,
     WITHOUT_SIGNAL,
-    SignalWatch,
-    describe,
+    FaultCounts,
+    describe_without_signal,
     lacking_note,
     warnings,
 )
@@ -400,18 +400,18 @@ APART = ONE | {"reward/min": 0.0}  # groups differ from each other, completions 
 GOOD = APART | {"frac_reward_zero_std": 0.5}
 
 
-def counts(watch: SignalWatch, *steps: dict[str, float]) -> list[float | None]:
+def counts(watch: FaultCounts, *steps: dict[str, float]) -> list[float | None]:
     return [watch.step(metrics).get(WITHOUT_SIGNAL) for metrics in steps]
 
 
 def test_what_counts() -> None:
-    assert counts(SignalWatch("grpo", 4), NONE, ONE, {}, APART, GOOD, ZERO) == [1, 2, None, 3, 0, 1]
-    assert counts(SignalWatch("none", 4), APART, ONE, GOOD) == [0, 1, 0]  # raw rewards teach across groups
-    assert counts(SignalWatch("grpo_verl", 1), APART, ZERO) == [0, 1]  # a group of one differs from nobody
+    assert counts(FaultCounts("grpo", 4), NONE, ONE, {}, APART, GOOD, ZERO) == [1, 2, None, 3, 0, 1]
+    assert counts(FaultCounts("none", 4), APART, ONE, GOOD) == [0, 1, 0]  # raw rewards teach across groups
+    assert counts(FaultCounts("grpo_verl", 1), APART, ZERO) == [0, 1]  # a group of one differs from nobody
 
 
 def test_it_is_said_at_the_third_step_and_at_every_doubling() -> None:
-    watch = SignalWatch("grpo", 4)
+    watch = FaultCounts("grpo", 4)
     lines = [ZERO | watch.step(ZERO) for _ in range(30)]
     assert [int(line[WITHOUT_SIGNAL]) for line in lines if list(warnings(line))] == [3, 6, 12, 24]
     assert not list(warnings(GOOD)) and not list(warnings(GOOD | {WITHOUT_SIGNAL: 0.0}))
@@ -420,7 +420,7 @@ def test_it_is_said_at_the_third_step_and_at_every_doubling() -> None:
 @pytest.mark.parametrize("ends", [True, False])
 def test_completions_that_are_cut_are_a_warning_of_their_own_also_where_rewards_differ(ends: bool) -> None:
     """Unless every completion is to have the same length (`rollout.ignore_eos`)."""
-    watch, ratios = SignalWatch("grpo", 4, ends), [0.95, 0.9, 0.89, 0.95, 0.9, 1.0]
+    watch, ratios = FaultCounts("grpo", 4, ends), [0.95, 0.9, 0.89, 0.95, 0.9, 1.0]
     steps = [GOOD | {"completions/clipped_ratio": ratio} for ratio in ratios]
     lines = [step | watch.step(step) for step in steps]
     assert [line[CLIPPED] for line in lines] == ([1, 2, 0, 1, 2, 3] if ends else [0] * 6)
@@ -442,7 +442,7 @@ def test_what_texts_lack_is_said_once_with_its_count() -> None:
 
 @pytest.mark.parametrize(("queued", "words"), [(9.0, "raise reward.workers, or"), (0.0, "the functions themselves")])
 def test_steps_that_wait_for_rewards_are_said(queued: float, words: str) -> None:
-    watch = SignalWatch("grpo", 4)
+    watch = FaultCounts("grpo", 4)
     slow = GOOD | {"idle/reward": 0.62, "time/step": 4.0, "time/reward": 20.0, "time/reward_queue": queued}
     lines = [list(warnings(slow | watch.step(slow))) for _ in range(7)]
     assert [step for step, line in enumerate(lines, 1) if line] == [3, 6]
@@ -474,11 +474,11 @@ def test_steps_that_wait_for_rewards_are_said(queued: float, words: str) -> None
     ],
 )  # fmt: skip
 def test_what_is_blamed(metrics: dict[str, float], words: str) -> None:
-    assert words in describe(metrics | {WITHOUT_SIGNAL: 3.0})
+    assert words in describe_without_signal(metrics | {WITHOUT_SIGNAL: 3.0})
 
 
 def test_the_report_names_each_row_of_such_steps_once(tmp_path: Path) -> None:
-    watch = SignalWatch("grpo", 4)
+    watch = FaultCounts("grpo", 4)
     steps = [ZERO, ZERO, GOOD, NONE, NONE, NONE, NONE, GOOD, ONE, ONE, ONE]
     rows = [{"step": 0, "eval/avg": 1.0}]
     rows += [{"step": step, **metrics, **watch.step(metrics)} for step, metrics in enumerate(steps, start=1)]
