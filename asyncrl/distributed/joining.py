@@ -83,18 +83,13 @@ async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -
 
 
 def require_secret(why: str, environ: Mapping[str, str] | None = None) -> str:
-    """The secret of the environment. `why`: the first words of the message. Errors: PlatformError for a missing or short secret."""
+    """The secret of the environment. `why` it is needed. Errors: PlatformError for a missing or short secret."""
     secret = (os.environ if environ is None else environ).get(VARIABLE)
-    example = 'python -c "import secrets; print(secrets.token_hex())"'
-    if secret is None:
+    if secret is None or len(secret) < MIN_LENGTH:
+        found = f"{why}, and {VARIABLE} is not set" if secret is None else f"{VARIABLE} has {len(secret)} characters"
         raise PlatformError(
-            f"{why}, and {VARIABLE} is not set; set it to the same {MIN_LENGTH} or more random characters on every machine "
-            f"({example})"
-        )
-    if len(secret) < MIN_LENGTH:
-        raise PlatformError(
-            f"{VARIABLE} has {len(secret)} characters; give it at least {MIN_LENGTH} random characters, the same on every "
-            f"machine ({example})"
+            f"{found}; set it to the same {MIN_LENGTH} or more random characters on every machine "
+            '(python -c "import secrets; print(secrets.token_hex())")'
         )
     return secret
 

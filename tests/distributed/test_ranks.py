@@ -332,7 +332,7 @@ def test_several_machines_need_a_secret() -> None:
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
-    with pytest.raises(PlatformError, match="ASYNCRL_SECRET has 6 characters; give it at least 16"):
+    with pytest.raises(PlatformError, match="ASYNCRL_SECRET has 6 characters; set it to the same 16"):
         meet(World(0, 2, 0, 2), 20.0, environ={"ASYNCRL_SECRET": "secret"})
 
 

@@ -151,13 +151,11 @@ def test_refusals_of_the_driver_are_explained_and_nothing_is_held() -> None:
 
 
 def test_platforms_without_cuda_ipc_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PlatformError, match="on a CUDA device or on the CPU, not on mps"):
-        slab_cuda.check_cuda(torch.device("mps"))
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(PlatformError, match="built for ROCm"):
-        slab_cuda.check_cuda(torch.device("cuda"))
+    with pytest.raises(PlatformError, match="sees no device with CUDA"):
+        slab_cuda.check_cuda()
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(PlatformError, match='On this machine use device="cpu"'):
+    with pytest.raises(PlatformError, match='on this machine use device="cpu"'):
         Slab.create(name, 64, device="cuda")
     assert names(name) == []

@@ -302,7 +302,7 @@ def test_a_slab_without_room_is_an_error_with_figures_and_a_way_out(name: str) -
 
 def test_a_board_on_a_gpu_that_is_not_there_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(PlatformError, match=r"torch .* sees none"):
+    with pytest.raises(PlatformError, match=r"torch .* sees no device"):
         weight_slab(name, ELEMENTS, torch.float32, torch.device("cuda", 0))
 
 

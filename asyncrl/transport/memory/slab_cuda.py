@@ -147,7 +147,7 @@ class CudaMemory:
     def allocate(cls, device: str | torch.device, size: int) -> CudaMemory:
         """New memory with an IPC handle. Errors: PlatformError without CUDA or IPC, OutOfMemory."""
         device = torch.device(device)
-        check_cuda(device)
+        check_cuda()
         driver = Driver.load()
         index = torch.cuda.current_device() if device.index is None else device.index
         uuid = _uuid(index)
@@ -163,7 +163,7 @@ class CudaMemory:
             return existing
         raw, handle, pid = _DESCRIPTION.unpack(description)
         uuid = raw.rstrip(b"\0").decode()
-        check_cuda(torch.device("cuda"))
+        check_cuda()
         visible = [_uuid(index) for index in range(torch.cuda.device_count())]
         if uuid not in visible:
             raise PlatformError(
@@ -189,17 +189,12 @@ class _CudaArrayBase:
         self.__cuda_array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "strides": None, "data": data}
 
 
-def check_cuda(device: torch.device) -> None:
-    """Errors: PlatformError if this process cannot have a slab on the device."""
-    if device.type != "cuda":
-        raise PlatformError(f"a slab must be on a CUDA device or on the CPU, not on {device}; choose one of them")
-    if torch.version.hip is not None:
+def check_cuda() -> None:
+    """Errors: PlatformError if this process cannot have a slab on a GPU."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
         raise PlatformError(
-            f"a slab on a GPU needs NVIDIA's CUDA IPC; this torch {torch.__version__} is built for ROCm: use a CUDA build"
-        )
-    if not torch.cuda.is_available():
-        raise PlatformError(
-            f'a slab on {device} needs a CUDA device; torch {torch.__version__} sees none. On this machine use device="cpu"'
+            f"a slab on a GPU needs NVIDIA's CUDA IPC, and torch {torch.__version__} sees no device with CUDA; on this machine use "
+            'device="cpu"'
         )
 
 
