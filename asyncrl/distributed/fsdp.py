@@ -33,7 +33,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..errors import LifecycleError
 from .collectives import NO_TIMEOUT, Collectives
 
 
@@ -68,15 +67,11 @@ class ShardedParameters:
         `frozen`: names of weights that are not trained. `collectives`: of the ranks that train. `shards`: number of ranks that hold
         one copy of the model, a divisor of the number of ranks; None: all. `keep`: keep the gathered weights and whole gradients.
 
-        A collective. Errors: LifecycleError if no process group is open; a single rank needs one, too.
+        A collective. Errors: ValueError without a process group; a single rank needs one, too.
         """
-        if not dist.is_initialized():
-            raise LifecycleError(
-                "a sharded model needs a process group: call `World.open` first (with single_rank_group=True for a single rank)"
-            )
         self._collectives, group = collectives, collectives.group or dist.group.WORLD
-        assert group is not None
         members = dist.get_process_group_ranks(group)
+        assert group is not None
         self.ranks = shards or len(members)
         self.replica, self.rank = divmod(members.index(dist.get_rank()), self.ranks)
         self.keep, self.frozen = keep, frozen

@@ -25,7 +25,7 @@ from training_sharded import Case
 from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import rows
 from asyncrl.distributed.world import World
-from asyncrl.errors import ConfigError, DataError, LifecycleError, TrainStepError
+from asyncrl.errors import ConfigError, DataError, TrainStepError
 from asyncrl.models.head.output import NO_TRANSFORM
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.building import microbatch_of_counts
@@ -407,5 +407,5 @@ def test_a_module_for_each_expert_is_refused_and_so_is_a_missing_group() -> None
     module.model.layers[1].mlp.experts = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
     with pytest.raises(ConfigError, match=r"for each expert \(model\.layers\.1\.mlp\.experts\).*=replicate"):
         ShardedForward(module, torch.device("cpu"), torch.float64, False, NO_TRANSFORM, collectives=World())
-    with pytest.raises(LifecycleError, match="needs a process group"):
+    with pytest.raises(ValueError, match="process group has not been initialized"):
         ShardedForward(tiny_module(), torch.device("cpu"), torch.float64, False, NO_TRANSFORM, collectives=World())
