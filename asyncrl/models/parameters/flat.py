@@ -82,7 +82,6 @@ class FlatWeights:
         layout = Layout.of(named)
         self.parameters = [p for _, p in named]
         self.names, self.shapes, self.offsets = list(layout.names), list(layout.shapes), list(layout.offsets)
-        self.numel = sum(p.numel() for p in self.parameters)
         self.size = layout.size  # elements of the buffer, padding included
         self._generation = 0
 
