@@ -170,8 +170,10 @@ class Store:
         self._count(-count)
         for rows in cleared:
             self._ready.pop(rows.group_id, None)
-        if release:
-            _release([lease for rows in cleared for lease in rows.leases])
+        # The stack releases all leases in their order, even if a release fails. It calls the last callback first.
+        with ExitStack() as stack:
+            for lease in reversed([lease for rows in cleared for lease in rows.leases] if release else []):
+                stack.callback(lease.release)
         return count
 
     def __contains__(self, group_id: int) -> bool:
@@ -206,14 +208,6 @@ def copy_arrays(trajectory: Trajectory) -> dict[str, Any]:
     """Copies of the arrays of a trajectory, by field name."""
     arrays = {name: getattr(trajectory, name) for name in (*TOKEN_DTYPES, *OPTIONAL)}
     return {name: array.copy() for name, array in arrays.items() if array is not None}
-
-
-def _release(leases: Sequence[Lease]) -> None:
-    """Release all leases in this order, even if a release fails."""
-    with ExitStack() as stack:
-        # An ExitStack calls the last callback first.
-        for lease in reversed(leases):
-            stack.callback(lease.release)
 
 
 def _same_arrays(a: Trajectory, b: Trajectory) -> bool:

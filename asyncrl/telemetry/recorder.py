@@ -16,7 +16,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -391,13 +391,39 @@ class Recorder:
         idle.extend(Interval(wait.cause, None, wait.since, end) for wait in waits)
         return Window(start, end, lanes, busy, idle)
 
-    def add_remote_busy(self, lane: str, name: str, start: float, end: float) -> None:
-        """Add a closure that ran on a lane of another process. Times are on this clock. Because the call comes late, start and
-        end of the interval are shifted by `REMOTE_DELAY_S`, but not those of the trace event."""
-        with self._lock:
-            self._lane_end[lane] = end
-            self._store(self._busy, Interval(name, lane, start + REMOTE_DELAY_S, end + REMOTE_DELAY_S))
-        self._add_event("X", name, LANE_PREFIX + lane, start, end - start, None)
+    # ---- records of other processes
+
+    def take_parcel(self) -> dict[str, Any]:
+        """The records since the last call, as JSON for `add_parcel` of the run's recorder. For a recorder without a trace and with
+        one lane. Both recorders use the monotonic clock of the machine.
+
+        Spans and waits that are still open are sent with a later parcel. Gauges are not sent, because the values of several
+        workers would overwrite each other.
+        """
+        window = self.take_window()
+        counts, _, samples = self.take_metrics()
+        # Intervals that end with the window are still open.
+        return {
+            "busy": [[name, start, end] for name, _, start, end in window.busy if end < window.end],
+            "idle": [[cause, start, end] for cause, _, start, end in window.idle if end < window.end],
+            "counts": counts,
+            "samples": {name: entry.to_json() for name, entry in samples.items()},
+        }
+
+    def add_parcel(self, parcel: Mapping[str, Any], lane: str) -> None:
+        """Add a worker's records, as busy and idle time of `lane`. Because they come late, their intervals are shifted by
+        `REMOTE_DELAY_S`, but not their trace events."""
+        for name, start, end in parcel["busy"]:
+            with self._lock:
+                self._lane_end[lane] = end
+                self._store(self._busy, Interval(name, lane, start + REMOTE_DELAY_S, end + REMOTE_DELAY_S))
+            self._add_event("X", name, LANE_PREFIX + lane, start, end - start, None)
+        for cause, start, end in parcel["idle"]:
+            self.idle(cause, start + REMOTE_DELAY_S, end + REMOTE_DELAY_S, lane)
+        for name, value in parcel["counts"].items():
+            self.count(name, value)
+        for name, state in parcel["samples"].items():
+            self.merge(name, Samples.from_json(state))
 
     # ---- private
 

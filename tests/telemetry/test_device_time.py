@@ -14,7 +14,6 @@ from support.device import LATENCY_S, FakeDevice, HostClock
 
 from asyncrl.telemetry import device_time
 from asyncrl.telemetry.budget import lane_budget, sum_budgets
-from asyncrl.telemetry.parcels import add_parcel, take_parcel
 from asyncrl.telemetry.recorder import Recorder, Span
 from asyncrl.telemetry.trace import write_trace
 
@@ -222,10 +221,10 @@ def test_a_workers_parcel_has_a_closure_once_the_device_has_ended_it() -> None:
     bench = Bench()
     run = Recorder(bench.clock, nvtx=False)
     bench.closure("engine/decode", host=0.1, kernels=2.0)
-    add_parcel(run, take_parcel(bench.recorder), "worker0")
+    run.add_parcel(bench.recorder.take_parcel(), "worker0")
     assert not run.events()
     bench.clock.now = 103.0
-    add_parcel(run, take_parcel(bench.recorder), "worker0")
+    run.add_parcel(bench.recorder.take_parcel(), "worker0")
     (event,) = run.events()
     assert (event.start, event.duration) == pytest.approx((100.0, 2.0), abs=1e-4)
 

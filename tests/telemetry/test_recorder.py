@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.telemetry.budget import RunBudget, budget_metrics, lane_budget, sum_budgets
-from asyncrl.telemetry.parcels import add_parcel, take_parcel
 from asyncrl.telemetry.recorder import REMOTE_DELAY_S, Recorder
 from asyncrl.telemetry.records import CAUSES, Interval, Window
 from asyncrl.telemetry.samples import Reduce
@@ -219,7 +218,7 @@ def test_nvtx_ranges_open_and_close_in_pairs(clock: FakeClock) -> None:
 
 
 def sent(recorder: Recorder) -> dict[str, object]:
-    parcel: dict[str, object] = orjson.loads(orjson.dumps(take_parcel(recorder)))
+    parcel: dict[str, object] = orjson.loads(orjson.dumps(recorder.take_parcel()))
     return parcel
 
 
@@ -235,8 +234,8 @@ def test_metrics_of_two_workers_are_those_of_all_their_samples() -> None:
                 each.observe("late", value, reduce="p99")
                 each.observe("far", value + math.inf, reduce="max")
         worker.gauge("running", 7)  # of this worker alone: not the run's
-        add_parcel(run, sent(worker), lane)
-        add_parcel(run, sent(worker), lane)  # nothing new
+        run.add_parcel(sent(worker), lane)
+        run.add_parcel(sent(worker), lane)  # nothing new
     found = run.drain()
     assert found == pytest.approx(whole.drain())
     assert found["mean"] == 4.8 and found["most"] == 12
@@ -250,7 +249,7 @@ def test_a_sample_that_is_no_number_stays_visible_in_any_order(reduce: Reduce, v
         worker = Recorder(max_events=0, nvtx=False)
         for each in (own, worker):
             each.observe("distance", value, reduce=reduce)
-        add_parcel(run, sent(worker), "worker0")
+        run.add_parcel(sent(worker), "worker0")
     assert math.isnan(own.drain()["distance"]) and math.isnan(run.drain()["distance"])
 
 
@@ -263,11 +262,11 @@ def test_closures_and_waits_are_the_workers_own_and_none_is_lost_between_two_win
     waiting = worker.wait("engine", "a request", on="its callers", cause="requests")
     with waiting:
         clock.now += 0.1
-        add_parcel(run, sent(worker), "worker0")  # the wait is open: it comes whole with a later parcel
+        run.add_parcel(sent(worker), "worker0")  # the wait is open: it comes whole with a later parcel
         first = run.take_window()
         clock.now += 0.4
     clock.now += 0.1
-    add_parcel(run, sent(worker), "worker0")
+    run.add_parcel(sent(worker), "worker0")
     clock.now += REMOTE_DELAY_S
     second = run.take_window()
     [busy] = first.busy

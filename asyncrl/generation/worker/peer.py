@@ -12,7 +12,6 @@ from typing import Any
 
 from asyncrl.concurrency.child import ChildProcess, open_output
 from asyncrl.errors import ConfigError, DivergenceError, TransportError, WorkerDied
-from asyncrl.telemetry.parcels import add_parcel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import GenerationRequest
 
@@ -104,7 +103,7 @@ class Peer:
                 report = message["report"]
                 self.statistics = report["statistics"]
                 self.closure = tuple(report["closure"]) if report["closure"] else None
-                add_parcel(recorder, report["parcel"], f"worker{self.number}")
+                recorder.add_parcel(report["parcel"], f"worker{self.number}")
             if "ready" in message:
                 self.ready = True
             if "bound" in message:

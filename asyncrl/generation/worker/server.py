@@ -39,7 +39,6 @@ from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.concurrency.supervisor import plain_task_group, spawn
 from asyncrl.config.schema import schema_of
 from asyncrl.errors import ConfigError, GenerationError, OutOfMemory
-from asyncrl.telemetry.parcels import take_parcel
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.transport.memory.board import Board
 from asyncrl.types import GenerationRequest, PostedVersion
@@ -101,7 +100,7 @@ async def report(control: Channel, lane: ThreadLane, recorder: Recorder, engines
         current = lane.current()
         closure = None if current is None else [current[0], awake.now() - current[1]]
         statistics = engines[0].statistics() if engines else {}
-        control.send({"report": {"statistics": statistics, "closure": closure, "parcel": take_parcel(recorder)}})
+        control.send({"report": {"statistics": statistics, "closure": closure, "parcel": recorder.take_parcel()}})
         # Reports must not pile up while the rank is stopped and does not read them.
         await control.drain()
         await anyio.sleep(_REPORT_S)
