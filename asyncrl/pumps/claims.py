@@ -57,11 +57,6 @@ class Claims:
         # Each minibatch needs a group, because every step must advance the version by the same number.
         return self._ports.ledger.statistics().claimed < max(needed, config.algorithm.minibatches)
 
-    async def unclaim_all(self) -> None:
-        """Make the groups of an aborted step claimable again."""
-        for ticket in await self._ports.ledger.rollback():
-            self._ports.book.unclaim(ticket)
-
     def notify(self) -> None:
         """Wake every task that waits for a change."""
         self.changed.set()

@@ -268,17 +268,14 @@ class Dispatch:
             await self._line.tell(peer, kind, message)
 
     async def _on_begun(self, peer: str, header: Any, _: Sequence[Any]) -> None:
-        self.add(peer)
-
-    def generates(self, peer: str) -> bool:
-        """False for a rank that joined and has not begun to generate."""
-        return peer in self._generating
-
-    def add(self, peer: str) -> None:
         """A rank that joined the run generates from now on, and plays a part of each evaluation."""
         if peer not in self._generating:
             self._generating.append(peer)
         self._notify()
+
+    def generates(self, peer: str) -> bool:
+        """False for a rank that joined and has not begun to generate."""
+        return peer in self._generating
 
     def _notify(self) -> None:
         self._changed.set()

@@ -229,7 +229,8 @@ class TrainPump:
             if step.begun:
                 await self._ports.trainer.abort_train_step()
             if not step.in_doubt:
-                await self._claims.unclaim_all()
+                for ticket in await self._ports.ledger.rollback():
+                    self._ports.book.unclaim(ticket)
 
     async def _apply(self, step: Step, update: int) -> StepResult:
         """The optimizer step. It is shielded from cancellation, because it may have moved the weights and its result is needed."""

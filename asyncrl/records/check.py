@@ -105,8 +105,10 @@ def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) 
             if isinstance(item, str):
                 _check_text(item, where)
             elif isinstance(item, Mapping):
-                if written:
-                    _check_keys(item, where)
+                for key in item if written else ():
+                    if not isinstance(key, str | int | float | None):
+                        name = type(key).__name__
+                        raise DataError(f"{where}: a key of texts or metadata is a {name}; use text as the key")
                 next_level |= {id(child): child for child in (*item, *item.values())}
             elif isinstance(item, list | tuple):
                 next_level |= {id(child): child for child in item}
@@ -116,12 +118,6 @@ def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) 
             return
         level = list(next_level.values())
     raise DataError(f"{where}: texts or metadata are nested more than {MAX_NESTED} levels deep; flatten them")
-
-
-def _check_keys(mapping: Mapping[Any, Any], where: str) -> None:
-    for key in mapping:
-        if not isinstance(key, str | int | float | None):
-            raise DataError(f"{where}: a key of texts or metadata is a {type(key).__name__}; use text as the key")
 
 
 def _check_text(text: str, where: str) -> None:
