@@ -96,30 +96,26 @@ class ShardedForward:
     def __init__(
         self,
         model: PreTrainedModel,
-        device: torch.device,
-        dtype: torch.dtype,
+        policy: PolicyModel,
         checkpointing: bool,
-        transform: HeadTransform,
-        kernel: HeadKernel | None = None,
         siblings: Collectives | None = None,
         **sharding: Any,
     ) -> None:
-        """`model`: full weights, on the host or on `device`; it is sharded in place. `transform`: the policy's transform of logits.
+        """`model`: full weights, on the host or on the policy's device; it is sharded in place. `policy`: has the same model.
         `siblings`: see `TorchTrainer`. `sharding`: `collectives`, `shards`, `keep` of `ShardedParameters`. Errors: ConfigError."""
-        self._siblings = siblings
+        self._siblings, self.device, dtype = siblings, policy.device, policy.dtype
         frozen = require_trained(model, frozen_names(model))
         prepare(model, dtype=dtype)
         model.eval()
         for layer in enable_checkpointing(model) if checkpointing else ():
             # Only the layer's own flag, not its children's: see PolicyModel.set_training.
             layer.training = True
-        self._scoring = _Scoring(model, transform, kernel)
+        self._scoring = _Scoring(model, policy.transform, policy.head_kernel)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self.has_unknown_ids = torch.tensor(False)  # of the newest call: as in `PolicyForward`
-        self.device = device
         self.routing = Routing.of(model)
         self.parameters = ShardedParameters(
-            self._scoring, blocks_of(model), device, dtype, "model.", frozen, **sharding
+            self._scoring, blocks_of(model), self.device, dtype, "model.", frozen, **sharding
         )
 
     def __call__(self, batch: Microbatch, entropy_grad: bool, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
@@ -180,47 +176,24 @@ class ShardedTrainer(TorchTrainer):
         config: TrainConfig,
         world: Collectives,
         *,
-        max_completion_length: int,
-        needs_reference: bool = False,
-        total_steps: int | None = None,
-        mismatch_gate: float | None = None,
         shards: int | None = None,
         keep: bool = False,
         siblings: Collectives | None = None,
+        **options: Any,
     ) -> None:
         """`model`: a second object of the policy's model, with weights as they were loaded. It is sharded in place.
-        `shards`, `keep`: see `ShardedParameters`. `siblings`: see `TorchTrainer`."""
+        `shards`, `keep`: see `ShardedParameters`. `siblings`, `options`: see `TorchTrainer`."""
         assert isinstance(policy.flat, ServedParameters)
         self._served = policy.flat
         self.keep = keep
-        self.sharded = ShardedForward(
-            model,
-            policy.device,
-            policy.dtype,
-            config.gradient_checkpointing,
-            policy.transform,
-            policy.head_kernel,
-            siblings,
-            collectives=world,
-            shards=shards,
-            keep=keep,
-        )
+        sharding = {"collectives": world, "shards": shards, "keep": keep}
+        self.sharded = ShardedForward(model, policy, config.gradient_checkpointing, siblings, **sharding)
         self.shards = self.sharded.parameters.ranks
         self._queue: deque[Microbatch] = deque()
         self._agreed = 0  # microbatches of this round that were not run yet
         self._all_finishing = False
         self._broken = False  # a forward or backward began and did not end
-        super().__init__(
-            policy,
-            config,
-            world,
-            max_completion_length=max_completion_length,
-            needs_reference=needs_reference,
-            total_steps=total_steps,
-            mismatch_gate=mismatch_gate,
-            parameters=self.sharded.parameters,
-            siblings=siblings,
-        )
+        super().__init__(policy, config, world, parameters=self.sharded.parameters, siblings=siblings, **options)
         self.forward = PolicyForward(policy, unfused=True, siblings=siblings)
         held, rank, ranks = self.sharded.parameters, world.rank, world.world_size
         if held.rank + held.replica * held.ranks != rank or ranks % held.ranks:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from training_helpers import HEADS, LOSS, MAX_LENGTH, make_group, microbatches, tiny_module, train_step
+from training_helpers import HEADS, LOSS, MAX_LENGTH, make_group, microbatches, tiny_module, tiny_policy, train_step
 from training_partition import SEQUENCES
 from training_ranks import Ranks, ranks_in
 from training_sharded import Case
@@ -26,7 +26,6 @@ from asyncrl.config.schema import TrainConfig
 from asyncrl.distributed.fsdp import rows
 from asyncrl.distributed.world import World
 from asyncrl.errors import ConfigError, DataError, TrainStepError
-from asyncrl.models.head.output import NO_TRANSFORM
 from asyncrl.models.policy import PolicyModel
 from asyncrl.pumps.building import microbatch_of_counts
 from asyncrl.training.passes import unknown_id_error
@@ -406,6 +405,6 @@ def test_a_module_for_each_expert_is_refused_and_so_is_a_missing_group() -> None
     module = tiny_module()
     module.model.layers[1].mlp.experts = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
     with pytest.raises(ConfigError, match=r"for each expert \(model\.layers\.1\.mlp\.experts\).*=replicate"):
-        ShardedForward(module, torch.device("cpu"), torch.float64, False, NO_TRANSFORM, collectives=World())
+        ShardedForward(module, tiny_policy(), False, collectives=World())
     with pytest.raises(ValueError, match="process group has not been initialized"):
-        ShardedForward(tiny_module(), torch.device("cpu"), torch.float64, False, NO_TRANSFORM, collectives=World())
+        ShardedForward(tiny_module(), tiny_policy(), False, collectives=World())
