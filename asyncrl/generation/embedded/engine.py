@@ -25,7 +25,7 @@ from .cache import CacheShape, KVCache
 from .core import Core, Decoded
 from .plain_core import PlainCore
 from .sequences import Sequences
-from .stops import StopStrings
+from .stops import StopStrings, stops_of
 
 if TYPE_CHECKING:
     from asyncrl.models.policy import PolicyModel
@@ -154,12 +154,10 @@ class EmbeddedEngine(OwnedEngine):
         return self._core
 
     def _add(self, job: Job) -> int:
-        sampling = job.request.sampling
-        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos)
-        slot = self.core.add(job.request, tuple(dict.fromkeys(stop_ids)))
-        if sampling.stop:
-            assert self.tokenizer is not None  # `check` has refused the request otherwise
-            self._stop_strings[slot] = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
+        stop_ids, strings = stops_of(job.request.sampling, self._eos, self.tokenizer)
+        slot = self.core.add(job.request, stop_ids)
+        if strings is not None:
+            self._stop_strings[slot] = strings
         return slot
 
     def _end_session(self, session: str) -> None:

@@ -1,11 +1,11 @@
-"""Finds stop strings in the text of a running completion. Only requests with stop strings use this."""
+"""The stop tokens of a request, and the search for its stop strings in the text of the running completion."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from asyncrl.data.texts import decode, find_stop
-from asyncrl.types import Int64Array
+from asyncrl.types import Int64Array, SamplingParams
 
 # Tokens decoded in front of the searched tokens. The text of a token may depend on a few tokens before it (spaces, bytes).
 MARGIN = 8
@@ -35,3 +35,13 @@ class StopStrings:
         starts = {string: find_stop(text, text_before, string) for string in self._stop}
         completed = {string: start for string, start in starts.items() if start >= 0}
         return min(completed, key=completed.__getitem__, default=None)
+
+
+def stops_of(
+    sampling: SamplingParams, eos: tuple[int, ...], tokenizer: Any
+) -> tuple[tuple[int, ...], StopStrings | None]:
+    """The distinct tokens that end a completion, and the search for its stop strings; None: there are no stop strings. `eos`: the
+    tokens that end every completion, but for `ignore_eos`."""
+    ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos)
+    strings = StopStrings(tokenizer, sampling.stop, sampling.min_tokens) if sampling.stop else None
+    return tuple(dict.fromkeys(ids)), strings

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from asyncrl.concurrency.lane import Lane
 from asyncrl.generation.embedded.sampling import LogitChanges, RowParams, Sampled, Sampler, keyed_uniform, seed_array
-from asyncrl.generation.embedded.stops import StopStrings
+from asyncrl.generation.embedded.stops import StopStrings, stops_of
 from asyncrl.generation.lifecycle import TRACK
 from asyncrl.generation.owner import Job, OwnedEngine, kept_age_limit
 from asyncrl.generation.requests import check_tokens
@@ -239,14 +239,8 @@ class VllmEngine(OwnedEngine):
             await self.lane.run(self.open_on_lane, name="engine/open")
 
     def _add(self, job: Job) -> int:
-        sampling, slot = job.request.sampling, next(self._numbers)
-        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self.spec.stop_ids)
-        stop_strings = None
-        if sampling.stop:
-            assert self.tokenizer is not None  # `check` has refused the request otherwise
-            stop_strings = StopStrings(self.tokenizer, sampling.stop, sampling.min_tokens)
-        running = RunningRequest(job.request, tuple(dict.fromkeys(stop_ids)), stop_strings)
-        self._changes.append((slot, running))
+        slot, stops = next(self._numbers), stops_of(job.request.sampling, self.spec.stop_ids, self.tokenizer)
+        self._changes.append((slot, RunningRequest(job.request, *stops)))
         return slot
 
     def _remove(self, job: Job, finished: bool) -> None:
