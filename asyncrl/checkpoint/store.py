@@ -29,7 +29,6 @@ import re
 import shlex
 import shutil
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +111,9 @@ class CheckpointStore:
                 digests: dict[str, str] = {}
                 for writer in writers:
                     digests.update(writer(temporary) or {})
-                _make_durable(temporary, digests)
+                write_manifest(temporary, sync_tree(temporary), digests)
+                sync_directory(temporary / STATE)
+                sync_directory(temporary)
                 action = "rename into place"
                 replace_directory(temporary, self.path(version), replaced)
                 action = f"point {self.directory / LATEST} at"
@@ -233,10 +234,3 @@ def require_intact_model(directory: Path, setting: str) -> None:
             f"`asyncrl check {shlex.quote(str(checkpoint.parent))}` lists the intact ones). If you changed these files on "
             f"purpose, remove the file {MANIFEST}"
         )
-
-
-def _make_durable(directory: Path, digests: Mapping[str, str]) -> None:
-    """Make all files durable and write the manifest."""
-    write_manifest(directory, sync_tree(directory), digests)
-    sync_directory(directory / STATE)
-    sync_directory(directory)

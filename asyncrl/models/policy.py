@@ -172,10 +172,6 @@ class PolicyModel:
             return self.fused.hidden(rows_TE, positions_T, plan)
         return decoder_hidden(self.decoder, tokens_T if rows_TE is None else rows_TE, positions_T, plan)
 
-    def unfused_hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """`hidden` by the model's own layers, whose products have the same operands as those of a sharded training forward."""
-        return decoder_hidden(self.decoder, tokens_T, positions_T, plan)
-
     def enable_checkpointing(self) -> None:
         """Makes training forwards save only layer inputs. Errors: ConfigError if the model does not support checkpointing."""
         if self.fused is not None:

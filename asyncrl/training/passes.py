@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from asyncrl.distributed.collectives import Collectives
 from asyncrl.errors import DataError
 from asyncrl.models.copying import to_device
 from asyncrl.models.head.logprobs import SpareMemory, token_logprobs
-from asyncrl.models.policy import PolicyModel
+from asyncrl.models.policy import PolicyModel, decoder_hidden
 from asyncrl.models.routes import Routes
 from asyncrl.models.routing import Routing
 from asyncrl.records.check import MISSING
@@ -56,7 +57,7 @@ class PolicyForward:
         `entropy_grad`. `routes`: see `forward_routes`."""
         policy = self.policy
         policy.set_training(torch.is_grad_enabled())
-        hidden = policy.unfused_hidden if self._unfused else policy.hidden
+        hidden = partial(decoder_hidden, policy.decoder) if self._unfused else policy.hidden
         share = Share(batch, self._siblings)
         own, plan = share.own, share.plan()
         plan.routes = routes
