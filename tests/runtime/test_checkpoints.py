@@ -472,7 +472,7 @@ def test_a_seed_of_64_bits_is_taken_everywhere(here: Path) -> None:
     file = str(write_yaml(here, REAL | {"replay": {"size": 8}, "seed": largest}))
     assert main([file, "train.max_steps=1", "model.lora.rank=2"]) == 0
     assert main([file, "train.max_steps=2", "model.lora.rank=2", "resume=true"]) == 0
-    with pytest.raises(ConfigError, match=rf"seed is {largest + 1} .*expected an integer >= 0 and <= {largest}"):
+    with pytest.raises(ConfigError, match=rf"seed is {largest + 1} .*expected an integer of at most 64 bits"):
         load_config((), [f"seed={largest + 1}"])
     signed = hashlib.blake2b(struct.pack("<qqq", -1, 5, 6), digest_size=8, person=b"asyncrl-episode").digest()
     assert episode_seed(largest, 5, 6) == int.from_bytes(signed, "little") >> 1
