@@ -1,4 +1,4 @@
-"""The reward pool: the user's functions in worker processes, behind the `Reward` port.
+"""The reward pool: the user's functions in worker processes, then reward models on the device, behind the `Reward` port.
 
     score ──▶ one call per function ──▶ a worker with room (FIFO) ──▶ worker ──▶ reply ──▶ components, reward
                                             ▲                          │ killed (deadline, crash, cancellation), or worn
@@ -20,6 +20,9 @@ Guarantees
   successor dies or takes too long before it has loaded the functions, another one is started, `MOST_STARTS` in all.
 * A worker is worn when it gained `worker_max_mib` of memory or had `worker_max_calls` calls. It takes no more calls, and ends after
   its running calls. Then its successor starts. The metric `reward/workers_recycled` counts worn workers.
+* Every batch of a reward model is one closure on the device's thread, so decoding and training can run between two batches. A batch
+  has completions of one call of `score`. `on_error` holds for a text that is too long or has no finite score. If the model raises,
+  it holds for all texts of the call.
 * Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with it, even if this
   process is killed (concurrency/guard.py).
 
@@ -36,12 +39,14 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
+from asyncrl.concurrency.lane import Lane
 from asyncrl.concurrency.shield import wait_shielded
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.config.schema import RewardConfig
@@ -53,7 +58,11 @@ from .calls import Answer, LoadedFunction, RewardSpec, function_source, remote_t
 from .judge import Judge
 from .process import RewardCall, RewardWorker, WorkerDiedError
 
+if TYPE_CHECKING:
+    from asyncrl.models.reward_model import RewardModel
+
 logger = logging.getLogger("asyncrl.rewards")
+T = TypeVar("T")
 
 CLOSE_GRACE_S = 3.0  # for idle workers to end or to be killed
 CANCEL_GRACE_S = 5.0  # for a coroutine to end after it was cancelled
@@ -104,6 +113,19 @@ class RewardPool:
         self._alive: set[RewardWorker] = set()
         self._broken: AsyncrlError | None = None  # why dead workers cannot be replaced
         self._tasks: TaskGroup | None = None
+        self._models: list[RewardModel] = []
+        self._lane: Lane | None = None
+
+    def add_models(self, models: Sequence[tuple[RewardModel, float]], lane: Lane) -> None:
+        """Score by these models, too. `models`: pairs of a model and its weight. `lane`: of their device. The pool must be open.
+        Errors: ConfigError if two components have the same name."""
+        names = [model.name for model, _ in models]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"{len(repeated)} reward models are named {repeated[0]!r}; give each its own `name`")
+        if shared := set(names) & set(self.weights):
+            raise ConfigError(f"a reward function and a reward model are both named {min(shared)!r}; change one `name`")
+        self._models, self._lane = [model for model, _ in models], lane
+        self.weights |= {model.name: weight for model, weight in models}
 
     def calls_at_once(self, size: int) -> int:
         """How many calls with `size` completions may run at a time; known once the pool is open."""
@@ -281,13 +303,22 @@ class RewardPool:
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The same trajectories, in order, with `components` and `reward` (the weighted sum of the components that apply).
 
-        A reward that the environment gave is added to the sum. Without functions the trajectories are returned unchanged.
+        A reward that the environment gave is added to the sum. Without functions and models nothing changes.
         Errors: `RewardError` or a subclass if `on_error` is `fail`; `LifecycleError` if the pool is not open.
         """
         if not self._open:
             raise LifecycleError("the reward pool is not open; score inside `async with pool:`")
-        if not self._specs or not trajectories:
-            return list(trajectories)
+        scored = list(trajectories)
+        if self._specs and scored:
+            scored = await self._score_by_functions(prompt, scored)
+        if self._models and scored:
+            with self._recorder.timed("time/reward"):
+                columns = {model.name: await self._column(model, prompt, scored) for model in self._models}
+            rows = [{name: column[i] for name, column in columns.items()} for i in range(len(scored))]
+            scored = [with_scores(t, row, self.weights) for t, row in zip(scored, rows, strict=True)]
+        return scored
+
+    async def _score_by_functions(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         arguments = trl_arguments(prompt, trajectories, self.generation_prompt(prompt.ids))
         if self.open_endpoint is not None and any(function.asks_policy for function in self.functions):
             arguments["base_url"], arguments["api_key"] = self.open_endpoint()
@@ -319,6 +350,42 @@ class RewardPool:
             scored.append(with_scores(trajectory, scores, self.weights, extras, by_turn))
         return scored
 
+    async def _column(
+        self, model: RewardModel, prompt: Prompt, trajectories: Sequence[Trajectory]
+    ) -> list[float | None]:
+        """The scores of one model, after `on_error`. Errors: RewardError."""
+        label = f"reward model {model.name!r} (group {prompt.group_id})"
+        scores: list[float | None] = [None] * len(trajectories)
+        try:
+            texts = await self._run_model(
+                model, lambda: [model.tokenize(prompt.prompt, t.completion) for t in trajectories], "texts"
+            )
+            valid = [index for index, text in enumerate(texts) if 0 < len(text) <= model.longest]
+            for batch in model.batches([texts[index] for index in valid]):
+                indices = [valid[i] for i in batch]
+                work = partial(model.scores, [texts[index] for index in indices])
+                for index, value in zip(indices, await self._run_model(model, work, "scores"), strict=True):
+                    scores[index] = value
+        except Exception as error:
+            # LifecycleError: the device's thread is closed, since the run ends.
+            if isinstance(error, LifecycleError):
+                raise
+            reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+            failure = RewardError(f"{label} failed: {reason}")
+            failure.__cause__ = error
+            return [self._default_score(model.name, failure)] * len(trajectories)
+        for index, text in enumerate(texts):
+            score = scores[index]
+            if score is None or not math.isfinite(score):
+                failure = RewardError(_reason_of(label, model, text, score))
+                scores[index] = self._default_score(model.name, failure)
+        return scores
+
+    async def _run_model(self, model: RewardModel, work: Callable[[], T], stage: str) -> T:
+        assert self._lane is not None
+        with self._recorder.wait("score pump", f"reward model {model.name!r}", on="lane", cause="reward"):
+            return await self._lane.run(work, name=f"reward/{stage}/{model.name}")
+
     async def _call_or_default(
         self, function: LoadedFunction, group_id: int, members: Sequence[int], request: dict[str, Any]
     ) -> Answer:
@@ -336,7 +403,7 @@ class RewardPool:
         except RewardError as error:
             if self._broken is not None:
                 raise
-            default = self.default_score(function.name, error)
+            default = self._default_score(function.name, error)
             if answer is None:
                 size, count = len(members), len(function.spec.components) or 1
                 return Answer([[default] * size for _ in range(count)], [[None] * size] * count)
@@ -344,7 +411,7 @@ class RewardPool:
                 answer.scores[part][index] = default
             return answer
 
-    def default_score(self, name: str, error: RewardError) -> float | None:
+    def _default_score(self, name: str, error: RewardError) -> float | None:
         """The score that `on_error` puts in place of a failed one. Counts the error. Errors: `error` if `on_error` is `fail`."""
         if self._config.on_error == "fail":
             raise error
@@ -473,3 +540,14 @@ class RewardPool:
             logger.warning("%s: its worker %d was killed", process.kill_reason, process.pid)
             process.kill()
         self._release(process, call)
+
+
+def _reason_of(label: str, model: RewardModel, text: list[int], score: float | None) -> str:
+    if score is not None:
+        return f"{label} gave {score}; expected a finite number"
+    if not text:
+        return f"{label} was given a text without a token; check its tokenizer and the completion"
+    return (
+        f"{label}: a text has {len(text)} tokens, but the model takes at most {model.longest}, and texts are never cut; lower "
+        "rollout.max_tokens, raise `max_tokens` of the reward model if it allows more, or set reward.on_error=none"
+    )

@@ -42,7 +42,6 @@ from asyncrl.pumps.screen import OVERLONG
 from asyncrl.pumps.siblings import CallQueue, LeadingTrainer
 from asyncrl.pumps.travel import KIND, Arrivals, Departures
 from asyncrl.records.check import Limits
-from asyncrl.rewards.models import ModelRewards
 from asyncrl.rewards.pool import RewardPool, configured_rewards
 from asyncrl.training.dry_run import DryRunTrainer
 from asyncrl.types import Messages
@@ -123,24 +122,25 @@ def _scores_groups(config: Config, environment: Environment, pool: RewardPool) -
 
 async def _environment_and_rewards(
     run: OpenRun, pool: RewardPool, trainer: Trainer, engine: Engine
-) -> tuple[Environment, RewardPool | ModelRewards]:
+) -> tuple[Environment, RewardPool]:
     """`pool` is open on a rank that generates. Errors: ConfigError."""
     if not run.world.generates:
         absent = Absent(_configured_weights(run))
-        return cast(Environment, absent), cast(ModelRewards, absent)
-    environment, reward = _environment(run, pool, trainer), _with_models(run, pool, trainer)
+        return cast(Environment, absent), cast(RewardPool, absent)
+    environment = _environment(run, pool, trainer)
+    _add_models(run, pool, trainer)
     if run.agents is not None:
         run.endpoint = await run.stack.enter_async_context(lazy_endpoint(run.config, run.agents, engine.generate))
         if any(function.asks_policy for function in pool.functions):
             # One key of the endpoint allows only 256 open requests, so calls use eight keys in turn.
             pool.open_endpoint = cycle([run.endpoint.open(None) for _ in range(8)]).__next__
     roles, expected = run.world.roles, _configured_weights(run)
-    if not set(roles.train) <= set(roles.generate) and expected.keys() != reward.weights.keys():
+    if not set(roles.train) <= set(roles.generate) and expected.keys() != pool.weights.keys():
         raise ConfigError(
-            f"reward functions are named {', '.join(reward.weights)}, and ranks that only train expect the names "
+            f"reward functions are named {', '.join(pool.weights)}, and ranks that only train expect the names "
             f"{', '.join(expected)}; give each reward function a `name` (reward.functions)"
         )
-    return environment, reward
+    return environment, pool
 
 
 async def _open_role_parts(run: OpenRun) -> None:
@@ -236,17 +236,16 @@ def _reward_functions(run: OpenRun) -> RewardPool:
     return pool
 
 
-def _with_models(run: OpenRun, pool: RewardPool, trainer: Trainer) -> RewardPool | ModelRewards:
-    """The reward functions together with the reward models. Errors: ConfigError if two of them have the same name."""
-    reward, last = run.config.reward, last_version(run.config, run.base, run.decided.row_count)
+def _add_models(run: OpenRun, pool: RewardPool, trainer: Trainer) -> None:
+    """Add the reward models to the reward functions. Errors: ConfigError if two of them have the same name."""
+    last = last_version(run.config, run.base, run.decided.row_count)
     pool.progress = lambda: {"global_step": trainer.version, "max_steps": last}
-    if not run.reward_models:
-        return pool
-    models = [(model, each.weight) for model, each in zip(run.reward_models, reward.model, strict=True)]
-    return ModelRewards(pool, models, run.lanes[0], run.recorder)
+    if run.reward_models:
+        weights = [each.weight for each in run.config.reward.model]
+        pool.add_models(list(zip(run.reward_models, weights, strict=True)), run.lanes[0])
 
 
-def _reward_weights(run: OpenRun, reward: RewardPool | ModelRewards) -> dict[str, float]:
+def _reward_weights(run: OpenRun, reward: RewardPool) -> dict[str, float]:
     """Name of a reward component -> weight. Errors: ConfigError if two components have the same name."""
     weights, overlong = dict(reward.weights), run.config.reward.overlong
     if overlong.cache is not None:

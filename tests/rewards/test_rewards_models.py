@@ -16,7 +16,6 @@ from rewards_helpers import FILE, prompt, trajectories
 from asyncrl.concurrency.lane import ThreadLane
 from asyncrl.config.schema import RewardConfig
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.rewards.models import ModelRewards
 from asyncrl.rewards.pool import RewardPool, RewardSpec
 from asyncrl.telemetry.recorder import Recorder
 
@@ -54,10 +53,11 @@ async def lane() -> AsyncIterator[ThreadLane]:
 @asynccontextmanager
 async def rewards(
     lane: ThreadLane, *models: tuple[Letters, float], on_error: Any = "fail", functions: Any = ()
-) -> AsyncIterator[tuple[ModelRewards, Recorder]]:
+) -> AsyncIterator[tuple[RewardPool, Recorder]]:
     recorder = Recorder(max_events=0, nvtx=False)
     async with RewardPool(RewardConfig(on_error=on_error), recorder, functions) as pool:
-        yield ModelRewards(pool, models, lane, recorder), recorder
+        pool.add_models(models, lane)
+        yield pool, recorder
 
 
 async def test_components_are_added_by_their_weights_after_those_of_the_functions(lane: ThreadLane) -> None:
