@@ -213,7 +213,7 @@ class AtroposDoor:
         try:
             number, name = self._environments.register(orjson.loads(await receive(request, MOST_FIELDS_BYTES)))
         except (AttributeError, TypeError, ValueError) as error:
-            return reply(422, status="refused", message=str(error))
+            return reply(422, status="refused", message=f"{error}; send an object with weight and max_token_length")
         return reply(
             200,
             status="success",

@@ -32,8 +32,6 @@ from asyncrl.data.tokenizing import (
     check_unicode,
     decode_mapping,
     encode_text,
-    map_call_arguments,
-    to_json,
     without_nulls,
 )
 from asyncrl.errors import DataError
@@ -205,10 +203,6 @@ class Chat:
                 for number, (name, arguments) in enumerate(calls)
             ]
         return message
-
-    def written(self, messages: Messages) -> Messages:
-        """Messages that `normalise` returned, in OpenAI's form: arguments of calls are JSON texts."""
-        return [map_call_arguments(message, to_json) for message in messages]
 
     def count_fork(self, cause: str) -> None:
         """Count a conversation whose beginning is rendered again, and log the first of each cause: messages, tools or template."""

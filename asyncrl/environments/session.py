@@ -21,6 +21,7 @@ import numpy as np
 
 from asyncrl.config.resolve import row_limit
 from asyncrl.config.schema import Config
+from asyncrl.data.tokenizing import map_call_arguments, to_json
 from asyncrl.errors import ConfigError, DataError, EpisodeLimit, GenerationError
 from asyncrl.ports import Generate
 from asyncrl.telemetry.recorder import Recorder
@@ -38,7 +39,7 @@ from asyncrl.types import (
 )
 
 from .chat import Chat, RecordedTurn, Spelling, normalise, normalise_tools
-from .single_turn import episode_seed
+from .single_turn import episode_seed, hashed_seed
 from .tools import Toolbox
 
 _TOKEN = np.dtype(
@@ -326,7 +327,7 @@ class Session:
                 GenerationRequest(
                     prompt_ids=prompt_ids,
                     sampling=replace(sampling, max_tokens=new),
-                    seed=_request_seed(self._seed, key, number),
+                    seed=hashed_seed(struct.pack("<QQ", self._seed, number) + key, b"asyncrl-request"),
                     prefix_key=f"{self.prompt.group_id}/{hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest()}",
                     # What the engine keeps for a session stays until `close`.
                     session=None if self._end_session is None else self._name,
@@ -455,10 +456,4 @@ class Session:
         exchanges = sorted(self._exchanges, key=lambda exchange: number_of[exchange[2]])
         first, last = exchanges[0][0], exchanges[-1][0]
         shared = len(first.messages) if last.messages[: len(first.messages)] == first.messages else 0
-        return self.format.written([*last.messages[shared:], last.reply])
-
-
-def _request_seed(seed: int, key: bytes, number: int) -> int:
-    digest = hashlib.blake2b(struct.pack("<QQ", seed, number), digest_size=8, person=b"asyncrl-request")
-    digest.update(key)
-    return int.from_bytes(digest.digest(), "little") >> 1
+        return [map_call_arguments(message, to_json) for message in [*last.messages[shared:], last.reply]]

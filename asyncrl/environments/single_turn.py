@@ -19,10 +19,12 @@ def episode_seed(seed: int, group_id: int, member: int) -> int:
 
     The seed is equal on every machine and in every process (BLAKE2b over three little-endian 64-bit integers).
     """
-    digest = hashlib.blake2b(
-        struct.pack("<Qqq", seed % (1 << 64), group_id, member), digest_size=8, person=b"asyncrl-episode"
-    )
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return hashed_seed(struct.pack("<Qqq", seed % (1 << 64), group_id, member), b"asyncrl-episode")
+
+
+def hashed_seed(data: bytes, purpose: bytes) -> int:
+    """A seed in [0, 2**63)."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=purpose).digest(), "little") >> 1
 
 
 class SingleTurn:
