@@ -134,7 +134,7 @@ def check_model(
     started = time.perf_counter()
     name = type(module).__name__
     refuse_unsupported(module)
-    with _quiet(), _one_thread(), _full_float32(torch.device(device)):
+    with _conditions(torch.device(device)):
         try:
             show("checking the model: its own eager pass")
             long_rows = longest is not None and is_past_context(module.config, longest)
@@ -246,21 +246,15 @@ def _layers(module: PreTrainedModel) -> int:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread: a probe is so small that more threads would mainly wait for each other, for seconds on a busy machine."""
-    threads = torch.get_num_threads()
+def _conditions(device: torch.device) -> Iterator[None]:
+    """For the comparison: one thread, no TF32, and no warnings of transformers about the probe, such as those about kernels that
+    are not installed. Errors: ConfigError if products are still rounded to TF32: no model would agree."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    disabled = logging.root.manager.disable
+    # A probe is so small that more threads would mainly wait for each other, for seconds on a busy machine.
     torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _full_float32(device: torch.device) -> Iterator[None]:
-    """Disable TF32 in torch for the comparison. Errors: ConfigError if products are still rounded to TF32: no model would agree."""
-    previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
+    logging.disable(logging.WARNING)
     try:
         matrix = torch.linspace(0.5, 1.5, 64 * 64, device=device).sin().view(64, 64)
         exact = matrix.double() @ matrix.double()
@@ -272,19 +266,10 @@ def _full_float32(device: torch.device) -> Iterator[None]:
                 f"float32 products on {device} differ by {error:.0e} from float64, which is the rounding of TF32, but models "
                 f"are compared in float32; unset NVIDIA_TF32_OVERRIDE (now {override})"
             )
-        yield
-    finally:
-        torch.set_float32_matmul_precision(previous)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress warnings of transformers about the probe, most of them about kernels that are not installed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        previous = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            logging.disable(previous)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        logging.disable(disabled)

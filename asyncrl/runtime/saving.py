@@ -117,35 +117,24 @@ class Captured:
     missing: tuple[int, ...] = ()
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Decides when a checkpoint is due, captures and writes checkpoints, and restores a run from a checkpoint."""
 
-    def __init__(
-        self,
-        config: Config,
-        directory: RunDirectory | None,
-        world: World,
-        ports: Ports,
-        core: TorchTrainer | None,
-        lane: Any,
-        tokenizer: Any,
-        prompts: PromptSource | None,
-        unadmitted: Callable[[], set[int]] = set,
-        positions: Positions | None = None,
-    ) -> None:
-        """`core`: the trainer; None in a dry run, which saves nothing. `lane`: the trainer's. `prompts`: None if groups are
-        submitted. `unadmitted()`: ids of prompts that other ranks have taken from the cursor and that are not in the ledger yet.
-        `positions`: None for a single rank."""
-        self._config = config
-        self._directory = directory
-        self._world = world
-        self._ports = ports
-        self._core = core
-        self._lane = lane
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._unadmitted = unadmitted
-        self._recorder = ports.recorder
+    config: Config
+    directory: RunDirectory | None
+    world: World
+    ports: Ports
+    core: TorchTrainer | None  # None in a dry run, which saves nothing
+    lane: Any  # the trainer's
+    tokenizer: Any
+    prompts: PromptSource | None  # None if groups are submitted
+    # Ids of prompts that other ranks have taken from the cursor and that are not in the ledger yet.
+    unadmitted: Callable[[], set[int]]
+    positions: Positions | None  # None for a single rank
+
+    def __post_init__(self) -> None:
+        directory, config = self.directory, self.config
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
         # The newest version that is written, being written, or refused.
         self._saved_version: int | None = None
@@ -155,18 +144,17 @@ class Checkpointer:
         self._last_by_time = time.monotonic()  # newest checkpoint by `every_s`
         self._due_by_time = False
         # Ranks that only generate have no position of their own: rank 0 has the prompt cursor.
-        self._ranks = len(world.roles.train)
-        self._positions = positions
+        self._ranks = len(self.world.roles.train)
 
     def due(self, version: int, last: bool) -> bool:
         """Whether to save this version: by `checkpoint.every`, by `checkpoint.every_s`, or as the `last` version."""
-        if self._store is None or self._core is None or version == self._saved_version or version == 0:
+        if self._store is None or self.core is None or version == self._saved_version or version == 0:
             return False
-        if self._directory is not None and self._directory.lost:
+        if self.directory is not None and self.directory.lost:
             return False
-        every = self._config.checkpoint.every
+        every = self.config.checkpoint.every
         by_interval = self._due_by_time or (every is not None and version % every == 0)
-        return by_interval or (last and self._config.checkpoint.save_final)
+        return by_interval or (last and self.config.checkpoint.save_final)
 
     def final_due(self, version: int, error: BaseException | None, stopped: bool) -> bool:
         """Whether to save `version` at the end of a run. `stopped`: the run is being cancelled. Then `error` need not be the
@@ -176,7 +164,7 @@ class Checkpointer:
         # If the process ran out of descriptors, the reserved ones suffice for a checkpoint.
         if isinstance(error, (StallError, CheckpointError)) and not lacks_descriptors(error):
             return False
-        core = self._core
+        core = self.core
         if core is not None and core.is_sharded and self._ranks > 1 and error is not None and not stopped:
             return False
         return self.due(version, last=True)
@@ -185,8 +173,8 @@ class Checkpointer:
         """Call on every rank at each version, before `due`. Afterwards rank 0 can save the version without this rank.
         For checkpoints by time, rank 0 reads its clock one version ahead, so that all ranks save the same version.
         `waiting_prompt`: the group of the prompt stream that waits for a slot."""
-        positions, saving = self._positions, self._config.checkpoint
-        if self._store is None or self._core is None:
+        positions, saving = self.positions, self.config.checkpoint
+        if self._store is None or self.core is None:
             return
         every_s = saving.every_s if saving.every is None else None
         self._due_by_time = every_s is not None and time.monotonic() - self._last_by_time >= every_s
@@ -200,20 +188,20 @@ class Checkpointer:
         """The position of this rank in its prompts, and its replay buffer, read without an await. Call before live groups end.
         `untrained`: ids of the prompt stream that were taken and not trained. They include the groups of the open step and the
         group `waiting_prompt`, which waits for its slot."""
-        replay = self._ports.replay
+        replay = self.ports.replay
         return {**self._position(waiting_prompt), "replay": None if replay is None else replay.snapshot()}
 
     def _position(self, waiting_prompt: int | None) -> RankState:
-        ports = self._ports
+        ports = self.ports
         waiting = set() if waiting_prompt is None else {waiting_prompt}
         # If there is one cursor for all ranks, rank 0 saves the groups of all ranks.
-        one_cursor = self._world.roles.differ
-        has_cursor = self._world.is_first or not one_cursor
+        one_cursor = self.world.roles.differ
+        has_cursor = self.world.is_first or not one_cursor
         tickets = ports.ledger.live_groups(everywhere=one_cursor and has_cursor)
-        live = {ticket.group_id for ticket in tickets} | waiting | self._unadmitted()
+        live = {ticket.group_id for ticket in tickets} | waiting | self.unadmitted()
         return {
             "turn": ports.ledger.turn,
-            "prompts": self._prompts.state_dict() if self._prompts and has_cursor else None,
+            "prompts": self.prompts.state_dict() if self.prompts and has_cursor else None,
             "untrained": sorted(filter(is_prompt, live)) if has_cursor else [],
             "next_group": ports.ids.next,
         }
@@ -222,7 +210,7 @@ class Checkpointer:
         """Save between two steps. Returns after the copy to the host; `start` runs the writing beside the training.
         The `last` version is written before the return. Errors: CheckpointError (earlier checkpoints are intact), DivergenceError.
         """
-        with self._recorder.wait("publish pump", "the checkpoint before", on="disk", cause="checkpoint"):
+        with self.ports.recorder.wait("publish pump", "the checkpoint before", on="disk", cause="checkpoint"):
             # There is host memory for one copy of the model.
             await self._idle.wait()
         captured = await self._capture(version, state)
@@ -258,17 +246,17 @@ class Checkpointer:
                 noted.add_note(str(not_finite))
             finally:
                 self.saving = False
-        elif isinstance(error, RankLost) and self._core is not None and self._core.is_sharded:
+        elif isinstance(error, RankLost) and self.core is not None and self.core.is_sharded:
             error.add_note(
                 f"version {version} is not saved, because the lost rank held a part of it (distributed.sharding is fsdp): "
                 f"{self.last_good()}"
             )
-        if noted is not None and self._world.is_first:
+        if noted is not None and self.world.is_first:
             noted.add_note(self.last_good())
 
     def bytes_needed(self) -> int:
         """The approximate size of the next checkpoint in bytes; 0 if the run writes no checkpoints."""
-        core, saving = self._core, self._config.checkpoint
+        core, saving = self.core, self.config.checkpoint
         if self._store is None or core is None or not (saving.save_final or saving.every or saving.every_s):
             return 0
         state = 3 * sum(master.nbytes for _, master in core.parameters.named_masters())  # weights, moments
@@ -285,12 +273,12 @@ class Checkpointer:
 
     async def _capture(self, version: int, state: RankState) -> Captured:
         """Copy the trainer's state on the lane, and collect the state of all ranks on rank 0."""
-        assert self._store is not None and self._core is not None
-        core, lane, trainers = self._core, self._lane, self._world.roles.train
+        assert self._store is not None and self.core is not None
+        core, lane, trainers = self.core, self.lane, self.world.roles.train
         started = time.perf_counter()
         with (
-            self._recorder.span("checkpoint/capture", track="checkpoint", version=version),
-            self._recorder.wait("publish pump", f"a copy of version {version}", on="the lane", cause="checkpoint"),
+            self.ports.recorder.span("checkpoint/capture", track="checkpoint", version=version),
+            self.ports.recorder.wait("publish pump", f"a copy of version {version}", on="the lane", cause="checkpoint"),
         ):
             if (replay := state["replay"]) is not None:
                 state = {**state, "replay": await offload(lambda: encode(replay), "replay")}
@@ -300,7 +288,7 @@ class Checkpointer:
                 self._require_finite(
                     await lane.run(lambda: non_finite_tensor(served, "weights"), name="checkpoint/check"), version
                 )
-            if 0 < self._world.train.rank < core.shards:
+            if 0 < self.world.train.rank < core.shards:
                 try:
                     state = {**state, "shard": await self._write_shard(core, version)}
                 except (CheckpointError, DivergenceError) as error:
@@ -308,11 +296,11 @@ class Checkpointer:
                     await self._gather(version, {**state, "shard": str(error)})
                     raise
             states, missing = await self._gather(version, state)
-            if self._world.rank:
+            if self.world.rank:
                 self._saved_version = version
                 return Captured(version, {}, None, started)
             run: dict[str, Any] = {"version": version, "turn": state["turn"], "world_size": self._ranks}
-            run["config"] = self._config.model_dump()
+            run["config"] = self.config.model_dump()
             for name in ("prompts", "untrained", "next_group", "replay"):
                 run[name] = {str(rank): rank_state[name] for rank, rank_state in enumerate(states)}
             snapshot = await lane.run(lambda: take_snapshot(core), name="checkpoint/capture", priority=2)
@@ -327,27 +315,30 @@ class Checkpointer:
 
     async def check_directory(self) -> None:
         """Call before each write. Errors: DirectoryLost if the run directory is no longer this run's."""
-        if self._directory is not None:
-            await offload(self._directory.check_still_ours, "run-directory")
+        if self.directory is not None:
+            await offload(self.directory.check_still_ours, "run-directory")
 
     async def _write(self, captured: Captured) -> None:
         """Write on a thread. A cancellation waits for the end of the writing."""
         store, snapshot, version = self._store, captured.snapshot, captured.version
-        assert store is not None and self._directory is not None
+        assert store is not None and self.directory is not None
         try:
             if snapshot is None:
                 return
             self._saved_version, self.saving = version, True
-            with self._recorder.span("checkpoint", track="checkpoint", version=version), anyio.CancelScope(shield=True):
+            with (
+                self.ports.recorder.span("checkpoint", track="checkpoint", version=version),
+                anyio.CancelScope(shield=True),
+            ):
                 self._require_finite(await offload(snapshot.non_finite_tensor, "checkpoint-check"), version)
                 await self.check_directory()
                 await store.save_in_thread(
                     version,
-                    lambda folder: snapshot.write_pretrained(folder, self._tokenizer, self._config.model.path),
+                    lambda folder: snapshot.write_pretrained(folder, self.tokenizer, self.config.model.path),
                     state_writer(trainer=snapshot.state, run=captured.run),
                     shards_writer(store.directory, version, captured.shards),
                 )
-            self._recorder.count("time/checkpoint", time.perf_counter() - captured.started)
+            self.ports.recorder.count("time/checkpoint", time.perf_counter() - captured.started)
         except CheckpointError:
             # So `final_due` may be true of this version.
             self._saved_version = None
@@ -366,9 +357,9 @@ class Checkpointer:
 
     async def _write_shard(self, core: TorchTrainer, version: int) -> list[str]:
         """Write this rank's part of a sharded state, before rank 0 collects the parts. Returns the result of `write_shard`."""
-        directory, rank = self._directory, self._world.train.rank
+        directory, rank = self.directory, self.world.train.rank
         assert directory is not None
-        state = await self._lane.run(lambda: copy_to_host(core.state_dict()), name="checkpoint/capture", priority=2)
+        state = await self.lane.run(lambda: copy_to_host(core.state_dict()), name="checkpoint/capture", priority=2)
         self._require_finite(await offload(lambda: non_finite_tensor(state, "state"), "checkpoint-check"), version)
         if state["version"] != version:
             raise CheckpointError(f"captured version {state['version']} where {version} was asked for")
@@ -377,16 +368,16 @@ class Checkpointer:
 
     async def _gather(self, version: int, state: RankState) -> tuple[list[RankState], list[int]]:
         """As `Positions.gather`. If a rank ended before it announced the last step, its state follows from the ledger."""
-        positions, core = self._positions, self._core
+        positions, core = self.positions, self.core
         if positions is None:
             return [state], []
         sharded = core is not None and core.is_sharded
         states, missing = await positions.gather(version, state, sharded=sharded)
-        ledger, turn = self._ports.ledger, state["turn"]
+        ledger, turn = self.ports.ledger, state["turn"]
         for rank in [*missing]:
             # The missing rank announced its state one step ago, and all ranks have committed that step.
             if ledger.statistics().turn == turn and states[rank]["turn"] == turn - 1:
-                trained = ledger.last_step(self._world.roles.train[rank])
+                trained = ledger.last_step(self.world.roles.train[rank])
                 states[rank] |= after_step(states[rank], trained, self._ranks)
                 missing.remove(rank)
         return states, missing
@@ -394,13 +385,13 @@ class Checkpointer:
     async def restore(self, saved: SavedRun) -> None:
         """Restore weights, optimizer, schedule, version and prompt cursor; untrained groups are admitted first.
         Errors: CheckpointError, DataError."""
-        core, run = self._core, saved.checkpoint.run
+        core, run = self.core, saved.checkpoint.run
         if core is None:
             raise CheckpointError("resume=true: a dry run has nothing to resume")
-        rank = str(self._world.train.rank)
-        saved.require_cursor(self._world.roles.differ)
+        rank = str(self.world.train.rank)
+        saved.require_cursor(self.world.roles.differ)
         # With one cursor for all ranks a replicated trainer may have another number of ranks.
-        fixed = core.is_sharded or not self._world.roles.differ
+        fixed = core.is_sharded or not self.world.roles.differ
         if fixed and run["world_size"] != self._ranks:
             raise CheckpointError(
                 f"resume=true: the checkpoint was written by {run['world_size']} ranks and this run has {self._ranks}; start the "
@@ -410,18 +401,18 @@ class Checkpointer:
 
         data, rollout = run["config"]["data"], run["config"]["rollout"]
         before = rollout.get("max_context") or data["max_prompt_tokens"] + rollout["max_tokens"]
-        require_frequencies(core.policy.config, before=before, now=row_limit(self._config))
+        require_frequencies(core.policy.config, before=before, now=row_limit(self.config))
         state = await offload(saved.checkpoint.trainer, "restore")
-        await self._lane.run(lambda: core.load_state_dict(state), name="checkpoint/restore", priority=2)
+        await self.lane.run(lambda: core.load_state_dict(state), name="checkpoint/restore", priority=2)
         # The engines started with the weights of model.path.
-        for sink in self._ports.sinks:
+        for sink in self.ports.sinks:
             await sink.update_weights(core.version)
-        if (prompts := self._prompts) is not None and (self._world.is_first or not self._world.roles.differ):
+        if (prompts := self.prompts) is not None and (self.world.is_first or not self.world.roles.differ):
             prompts.load_state_dict(run["prompts"][rank])
             prompts.requeue(run["untrained"][rank])
-        replay, buffer = run.get("replay", {}).get(rank), self._ports.replay
+        replay, buffer = run.get("replay", {}).get(rank), self.ports.replay
         if buffer is not None and replay is not None:
             await offload(lambda: buffer.load(replay), "replay")
-        if self._positions is not None:
-            self._positions.resumed = saved.positions()
+        if self.positions is not None:
+            self.positions.resumed = saved.positions()
         self._saved_version = saved.version
