@@ -185,7 +185,10 @@ class RunDirectory:
                 f"{self.path} holds {foreign}, which is another run or a directory or link that no run made: "
                 "run.overwrite would move it, too; move it yourself, or choose another run.name"
             )
-        moved_before = self._moved_aside()
+        pattern = re.compile(re.escape(self.real.name) + r"\.\d{8}-\d{6}-\d{6}")
+        found = (path for path in self.real.parent.iterdir() if pattern.fullmatch(path.name) and not path.is_symlink())
+        # Oldest first. MARK excludes a directory that a person gave such a name.
+        moved_before = sorted(path for path in found if _text(path / MARK) == path.name)
         target = self.real.with_name(f"{self.real.name}.{datetime.now():%Y%m%d-%H%M%S-%f}")
         (self.real / MARK).write_text(target.name, encoding="utf-8")
         self.real.rename(target)
@@ -200,12 +203,6 @@ class RunDirectory:
             shutil.rmtree(old)
             lines.append(f"run.overwrite: removed the older run {old}")
         return lines
-
-    def _moved_aside(self) -> list[Path]:
-        """The directories that `_move_aside` renamed, oldest first. MARK excludes a directory that a person gave such a name."""
-        pattern = re.compile(re.escape(self.real.name) + r"\.\d{8}-\d{6}-\d{6}")
-        found = (path for path in self.real.parent.iterdir() if pattern.fullmatch(path.name) and not path.is_symlink())
-        return sorted(path for path in found if _text(path / MARK) == path.name)
 
 
 def _foreign_paths(run: Path, *, files: bool) -> str:
