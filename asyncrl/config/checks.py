@@ -311,6 +311,10 @@ def _check_parts(config: Config) -> Iterator[str]:
             "engine.kind is embedded but train.kind is dry_run: that engine samples from the trainer's own model; "
             "set engine.kind=dry_run or train.kind=torch"
         )
+    if config.algorithm.router_replay and "dry_run" in (config.engine.kind, config.train.kind):
+        yield (
+            "algorithm.router_replay is true but engine.kind or train.kind is dry_run, which has no experts; leave it out"
+        )
     # models/reward_model.py checks the number of outputs, when it loads the model.
     if config.reward.model and config.train.kind == "dry_run":
         yield (

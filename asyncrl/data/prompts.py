@@ -28,6 +28,7 @@ from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Prompt
 
 from .prompts_files import ListRows, PromptRows, Row, digest
+from .prompts_sources import IndexedRows
 from .tokenizing import NOTES, PromptEncoder, check_prompt, check_unicode, read_prompt
 
 # First id of the groups that are not made from a prompt of the stream, but come from the program or from producers.
@@ -38,6 +39,8 @@ MAX_FAILED = 4096  # failed prompts in the queue; a new one evicts the oldest
 _MASK = (1 << 64) - 1
 # Limits of the sample for `PromptSource.longest`: about a second of tokenizing.
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 1000, 1_000_000
+# The same limit for rows that user code generates at each access, at up to milliseconds a row.
+_SAMPLE_GENERATED_ROWS = 200
 # 16 MB of token ids. Rows beyond this limit are tokenized again in each epoch.
 _CACHED_TOKENS = 4_000_000
 
@@ -229,7 +232,8 @@ class PromptSource:
         The sample depends on the data alone. Blocks like `check_all`. Errors: `DataError`, as `next()`."""
         order = EpochOrder(len(self._rows), 0, 0)
         longest, rows, tokens = 0, 0, 0
-        for position in range(min(len(self._rows), _SAMPLE_ROWS)):
+        generated = isinstance(self._rows, IndexedRows) and not self._rows.is_data_set
+        for position in range(min(len(self._rows), _SAMPLE_GENERATED_ROWS if generated else _SAMPLE_ROWS)):
             ids, length = self._encode(order[position])
             if length <= self.config.max_prompt_tokens or self.config.overlong != "skip":
                 longest = max(longest, int(ids.size))

@@ -13,7 +13,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias, TypeVar
 
 import anyio
@@ -50,6 +50,13 @@ class Hooks:
         if not isinstance(found, Hooks):
             raise ConfigError(f"hooks is {address!r}, a {type(found).__name__}; expected an asyncrl.Hooks")
         return found
+
+    def check(self) -> Hooks:
+        """Returns itself. Errors: ConfigError for a hook that is no function."""
+        for name, hook in ((field.name, getattr(self, field.name)) for field in fields(self)):
+            if hook is not None and not callable(hook):
+                raise ConfigError(f"hooks: {name} is a {type(hook).__name__}; expected a function")
+        return self
 
     async def apply_before_group(self, prompt: Prompt) -> Prompt:
         """The prompt to sample from. Errors: HookError."""

@@ -288,7 +288,7 @@ def import_code(config: Config, environment: Any = None, hooks: Hooks | None = N
     """Import and check the user's environment and hooks on this thread. Returns the hooks. `environment`, `hooks`: objects of the
     program, used instead. Errors: ConfigError."""
     check_environment(config, environment)
-    return hooks or (Hooks() if config.hooks is None else Hooks.load(config.hooks))
+    return (hooks or (Hooks() if config.hooks is None else Hooks.load(config.hooks))).check()
 
 
 def rows_of(source: str) -> PromptRows:

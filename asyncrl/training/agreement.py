@@ -22,8 +22,10 @@ COMPARE_EVERY = 10
 
 def bit_sum(values: Tensor) -> Tensor:
     """The sum of float32 or float64 `values`, read as integers, modulo 2^64. One flipped bit always changes the sum."""
-    integers = torch.int64 if values.dtype == torch.float64 else torch.int32
-    return values.detach().view(integers).sum(dtype=torch.int64)
+    flat = values.detach().view(-1)
+    # int64 where it is possible: torch first copies int32 values to int64, which takes twice the memory of a master.
+    pairs = flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
+    return flat.view(torch.int64 if pairs or flat.dtype == torch.float64 else torch.int32).sum(dtype=torch.int64)
 
 
 def bit_sums(parameters: Parameters) -> Tensor:

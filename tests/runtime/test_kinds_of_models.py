@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from runtime_helpers import (
+    DRY,
     FAST,
     MODEL,
     REAL,
@@ -162,3 +163,5 @@ async def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.router_replay is true, but Qwen3ForCausalLM has no experts"):
         async with Runtime(config):
             raise AssertionError("it was opened")
+    with pytest.raises(ConfigError, match="dry_run, which has no experts"):
+        resolve(config_of(tmp_path, "algorithm.router_replay=true", base=DRY))

@@ -147,7 +147,7 @@ async def test_a_hook_that_fails_ends_the_run_by_its_name(tmp_path: Path, hooks:
 
 
 async def test_what_is_no_hook_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(HookError, match=r"hook after_rewards \(str\) failed: TypeError: 'str' object is not callable"):
+    with pytest.raises(ConfigError, match="after_rewards is a str; expected a function"):
         await dry(tmp_path, Hooks(after_rewards="f.py:f"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"hooks.py:dry', a function; expected an asyncrl\.Hooks"):
         await dry(tmp_path, None, f"hooks={__file__}:dry")

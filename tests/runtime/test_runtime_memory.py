@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from asyncrl.config.resolve import resolve
 from asyncrl.config.schema import Config, DistributedConfig
 from asyncrl.data.prompts import PromptSource
+from asyncrl.data.prompts_sources import load_rows
 from asyncrl.distributed.world import World
 from asyncrl.generation.embedded.engine import EmbeddedEngine, cache_shape
 from asyncrl.models.loading import adapter_sizes, describe_module
@@ -241,6 +242,23 @@ def test_prompts_that_code_gives_are_measured(tmp_path: Path, kind: str) -> None
     prompts = measure_prompts(config)
     assert prompts.longest == files.longest < 20 and prompts.how == "the longest of 30 of 30 prompts"
     assert f"prompts of up to {prompts.longest} tokens (the longest of 30 of 30 prompts)" in plan(config)
+
+
+def test_rows_that_code_makes_at_each_access_are_few() -> None:
+    """A puzzle that is generated may take milliseconds."""
+    made: list[int] = []
+
+    class Puzzles:
+        def __len__(self) -> int:
+            return 5000
+
+        def __getitem__(self, index: int) -> dict[str, str]:
+            made.append(index)
+            return {"prompt": "x" * 9}
+
+    source = PromptSource(load_rows(Puzzles()), ByteTokenizer())
+    made.clear()
+    assert source.longest() == (9, 200) and len(made) == 200
 
 
 async def test_a_run_makes_room_for_the_prompts_that_a_program_brings(tmp_path: Path) -> None:

@@ -139,12 +139,12 @@ def test_metrics_are_reduced_by_kind_and_gone_after_drain(recorder: Recorder, cl
 
 
 def test_counts_that_were_taken_by_name_are_not_drained_again(recorder: Recorder) -> None:
-    recorder.count("reroll/failed", 2)
+    recorder.count("reroll/lost", 2)
     recorder.count("time/train", 0.5)
     recorder.gauge("reroll/waiting", 3)
-    assert recorder.take_counts(("reroll/", "filter/")) == {"reroll/failed": 2}
-    recorder.count("reroll/failed")
-    assert recorder.drain() == {"reroll/failed": 1, "time/train": 0.5, "reroll/waiting": 3}
+    assert recorder.take_counts(("reroll/", "filter/")) == {"reroll/lost": 2}
+    recorder.count("reroll/lost")
+    assert recorder.drain() == {"reroll/lost": 1, "time/train": 0.5, "reroll/waiting": 3}
 
 
 def test_events_beyond_the_limit_are_counted_and_the_account_goes_on(clock: FakeClock) -> None:

@@ -207,7 +207,8 @@ class TreePlan(AttentionPlan):
         if terms.empty and device.type == "cpu":
             if fits(self.rows, heads, dtype.itemsize):
                 return RowAttention(self.rows, heads, torch.promote_types(dtype, torch.float32))
-            return RaggedTree(CpuKernel(), self.rows, self.levels, device)
+            # A call for each inner node: its descendants are one slice, and nothing is gathered.
+            return RaggedTree(CpuKernel(), self.rows, [[pair] for level in self.levels for pair in level], device)
         if terms.empty and len(self.levels) < 2:
             return PaddedRows(self.rows, device)
         return GeneralAttention(self.rows, terms.window, heads, device)
