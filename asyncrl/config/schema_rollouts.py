@@ -144,8 +144,8 @@ class RewardConfig(SettingsSection):
     )
     worker_max_mib: int | None = field(
         2048,
-        "Replace a worker whose memory has grown by more than this since its first calls. The old worker ends after its running "
-        "calls, then the new one starts. null: never.",
+        "Replace a worker whose memory has grown by more than this since its first calls. The old worker runs until the new one "
+        "has started. null: never.",
         ge=1,
     )
     worker_max_calls: int | None = field(None, "Replace a worker after this many calls; null: never.", ge=1)

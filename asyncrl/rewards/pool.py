@@ -18,8 +18,9 @@ Guarantees
   while it waits takes no worker.
 * All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. If a
   successor dies or takes too long before it has loaded the functions, another one is started, `MOST_STARTS` in all.
-* A worker is worn when it gained `worker_max_mib` of memory or had `worker_max_calls` calls. It takes no more calls, and ends after
-  its running calls. Then its successor starts. The metric `reward/workers_recycled` counts worn workers.
+* A worker is worn when it gained `worker_max_mib` of memory or had `worker_max_calls` calls. It takes calls until its successor has
+  loaded the functions, and ends after its running calls. If no successor can start (its file was edited, for example), the worn
+  worker goes on. The metric `reward/workers_recycled` counts replaced workers.
 * Every batch of a reward model is one closure on the device's thread, so decoding and training can run between two batches. A batch
   has completions of one call of `score`. `on_error` holds for a text that is too long or has no finite score. If the model raises,
   it holds for all texts of the call.
@@ -196,14 +197,12 @@ class RewardPool:
     # ---- workers
 
     async def _keep(self, process: RewardWorker) -> None:
-        """Start a successor when the worker has ended, then a successor of the successor, and so on."""
+        """Start a successor when the worker is worn or has ended, then a successor of the successor, and so on."""
         while True:
             process.serving = True
             self._notify()
-            await asyncio.wait([process.ended])
-            await self._end(process)
             try:
-                successor = await self._successor()
+                successor = await self._successor(process)
             except AsyncrlError as error:
                 self._broken = error
                 # Callers that wait for a worker raise now.
@@ -212,7 +211,27 @@ class RewardPool:
             successor.slot = process.slot
             process = successor
 
-    async def _successor(self) -> RewardWorker:
+    async def _successor(self, process: RewardWorker) -> RewardWorker:
+        """Wait until the worker is worn or has ended, and start its successor."""
+        while True:
+            await asyncio.wait([process.ended, process.worn], return_when=asyncio.FIRST_COMPLETED)
+            if process.ended.done():
+                break
+            try:
+                successor = await self._start()
+            except AsyncrlError as error:
+                if self._open:
+                    logger.warning("%s; reward worker %d stays as no other can be started", error, process.pid)
+                process.reset_wear()
+                continue
+            assert self._tasks is not None
+            self._tasks.start_soon(self._wait_ended, process, name=f"end of reward worker {process.pid}")
+            process.serving = False
+            self._recorder.count("reward/workers_recycled")
+            if not process.calls:
+                process.hang_up()
+            return successor
+        await self._end(process)
         for tries in range(1, MOST_STARTS):
             try:
                 return await self._start()
@@ -220,20 +239,22 @@ class RewardPool:
                 logger.warning("%s; it is started again (%d of at most %d times)", error, tries, MOST_STARTS - 1)
         return await self._start()
 
+    async def _wait_ended(self, process: RewardWorker) -> None:
+        await asyncio.wait([process.ended])
+        await self._end(process)
+
     def _check_wear(self, process: RewardWorker) -> None:
-        """Give a worn worker no more calls. `_release` then ends the worker."""
         max_mib, max_calls = self._config.worker_max_mib, self._config.worker_max_calls
-        leaked = max_mib is not None and process.grown > max_mib << 20
-        has_served = max_calls is not None and process.calls_ended >= max_calls
-        if not process.serving or not (leaked or has_served):
+        calls, grown = process.wear
+        leaked = max_mib is not None and grown > max_mib << 20
+        if process.worn.done() or not (leaked or (max_calls is not None and calls >= max_calls)):
             return
         if leaked:
             logger.warning(
                 "reward worker %d has gained %d MiB since the first calls of its functions, more than reward.worker_max_mib = %s; "
-                "it is replaced", process.pid, process.grown >> 20, max_mib
+                "it is replaced", process.pid, grown >> 20, max_mib
             )  # fmt: skip
-        process.serving = False
-        self._recorder.count("reward/workers_recycled")
+        process.worn.set_result(None)
 
     async def _start(self) -> RewardWorker:
         """Start one worker, add it to `_alive`, and load the functions in it."""

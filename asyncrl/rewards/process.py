@@ -69,12 +69,15 @@ class RewardWorker:
         # How the worker broke the protocol, if it was killed for that: its exit status does not say so.
         self._status = ""
         # Memory in bytes that the worker gained since the first calls of its functions.
-        self.grown = 0
+        self._grown = 0
+        self._wear_start = (0, 0)
+        # Done when the worker is worn: the pool must start a successor.
+        self.worn = self._loop.create_future()
         # The worker's number in the pool. A successor gets the number of the worker that it replaces.
         self.slot = 0
         # The channel is closed, so the worker takes no requests. The guard may still be killing the worker and its processes.
         self.hung_up = False
-        # True while the pool gives calls to the worker: its functions are loaded, and it is not worn.
+        # True while the pool gives calls to the worker: its functions are loaded, and no successor serves.
         self.serving = False
         # The worker's running calls; and the calls that were running when it died.
         self.calls: set[RewardCall] = set()
@@ -91,9 +94,17 @@ class RewardWorker:
         self.ended.add_done_callback(lambda _: self._on_hang_up())
 
     @property
-    def calls_ended(self) -> int:
-        """The number of calls that have ended. The first request, which loads the functions, does not count."""
-        return self._last_id - 1 - len(self._replies)
+    def wear(self) -> tuple[int, int]:
+        """(calls that have ended, bytes gained), both since the last `reset_wear`."""
+        # The first request loads the functions.
+        calls = self._last_id - 1 - len(self._replies)
+        return calls - self._wear_start[0], self._grown - self._wear_start[1]
+
+    def reset_wear(self) -> None:
+        """Count calls and bytes from 0 again."""
+        calls, grown = self.wear
+        self._wear_start = (self._wear_start[0] + calls, self._wear_start[1] + grown)
+        self.worn = self._loop.create_future()
 
     async def load(self, specs: Sequence[RewardSpec], request: dict[str, Any], limit_s: float) -> list[LoadedFunction]:
         """Load the functions. Errors: `ConfigError`, `RewardCrash`, `RewardTimeout`."""
@@ -154,7 +165,7 @@ class RewardWorker:
         """Take replies from the channel. A reply to a request that has ended already is discarded."""
         try:
             while (message := self._child.channel.take()) is not None:
-                self.grown = int(message["grown"])
+                self._grown = int(message["grown"])
                 reply = self._replies.get(message["id"])
                 if reply is not None and not reply.done():
                     reply.set_result(message)

@@ -1,11 +1,14 @@
-"""Workers that are replaced by memory and by count: between calls, and no reward is lost."""
+"""Workers that are replaced by memory and by count: between calls, one successor before each end, and no reward is lost."""
 
 import asyncio
+import logging
+import os
 
 import psutil
 import pytest
-from rewards_helpers import at_work, pool, score, until
+from rewards_helpers import pool, pool_of, score, until
 
+from asyncrl.rewards.calls import RewardSpec
 from asyncrl.rewards.process import RewardWorker
 from asyncrl.telemetry.recorder import Recorder
 
@@ -20,7 +23,9 @@ def recycled(recorder):
 
 async def until_alone(rewards):
     """Until whoever was replaced has ended, and his successor is there."""
-    await until(lambda: len(rewards._alive) == rewards._config.workers and all(p.serving for p in rewards._alive))
+    await until(
+        lambda: len(rewards._alive) == rewards._config.workers and not any(p.worn.done() for p in rewards._alive)
+    )
 
 
 async def test_a_worker_that_leaks_is_replaced_and_says_so(caplog):
@@ -49,37 +54,61 @@ async def test_a_worker_is_replaced_after_its_last_call_but_not_without_a_limit(
         assert len({await reward(rewards, "go") for _ in range(9)}) == 1
 
 
-async def test_no_reward_is_lost_by_replacements():
+async def test_no_place_is_ever_empty_and_no_reward_is_lost():
     """Three workers that are worn at the same time."""
-    recorder, scores, calls, replaced = Recorder(), [], [0], [0]
+    recorder, scores, counts, calls, replaced = Recorder(), [], [], [0], [0]
     async with pool("by_order", workers=3, recorder=recorder, worker_max_calls=4) as rewards:
+
+        async def watch():
+            while replaced[0] < 5:
+                replaced[0] += recycled(recorder)
+                counts.append(sum(process.serving and not process.hung_up for process in rewards._alive))
+                await asyncio.sleep(0)
 
         async def call():
             while replaced[0] < 5:
                 calls[0] += 1
                 scores.append(await reward(rewards, "nap"))
-                replaced[0] += recycled(recorder)
 
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             for _ in range(6):
                 group.create_task(call())
+            group.create_task(watch())
     assert len(scores) == calls[0] and None not in scores
+    assert set(counts) == {3}
 
 
-async def test_a_call_that_is_under_way_is_not_disturbed(tmp_path):
+@pytest.mark.parametrize("name", ["waits_for", "judges"])
+async def test_a_call_that_is_under_way_is_not_disturbed(tmp_path, name):
     recorder, gate = Recorder(), tmp_path / "gate"
-    async with pool("judges", recorder=recorder, worker_max_calls=1) as rewards:
-        slow = asyncio.ensure_future(reward(rewards, str(gate)))
-        await until(lambda: at_work(rewards))
-        old = await reward(rewards, "go")
-        assert recycled(recorder) == 1
-        new = asyncio.ensure_future(reward(rewards, "go"))  # waits for the successor
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not slow.done() and not new.done()
+    async with pool(name, recorder=recorder, worker_max_calls=1) as rewards:
+        old = await reward(rewards, "")
+        slow = asyncio.ensure_future(reward(rewards, str(gate)))  # begins before the successor is there
+        await until(lambda: len(rewards._alive) > 1 and recycled(recorder))
+        new = await reward(rewards, "")  # by the successor, as the old one is still at work
+        assert not slow.done()
         gate.touch()
-        assert await slow == old != await new
+        assert await slow == old != new
         await until(lambda: not psutil.pid_exists(int(old)))
+
+
+async def test_a_successor_that_cannot_load_the_functions_replaces_nobody(tmp_path, caplog):
+    file = tmp_path / "edited.py"
+    good = "import os\ndef f(completions):\n    return [float(os.getpid())]\n"
+    file.write_text(good)
+    recorder = Recorder()
+    async with pool_of([RewardSpec(f"{file}:f")], recorder, worker_max_calls=2) as rewards:
+        pids = [await reward(rewards, "a")]
+        file.write_text("def f(completions:\n")
+        pids.append(await reward(rewards, "a"))
+        await until(lambda: "stays as no other can be started" in caplog.text)
+        file.write_text(good)
+        os.utime(file, (0, 0))
+        pids += [await reward(rewards, "a"), await reward(rewards, "a")]
+        assert len(set(pids)) == 1
+        await until(lambda: recycled(recorder))
+        assert await reward(rewards, "a") != pids[0]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 @pytest.mark.parametrize("turns", range(0, 12, 3))
