@@ -81,7 +81,7 @@ def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
                 versions=np.where(mask, policy_version, -1).astype(np.int32),
                 prompt_length=prompts[i],
                 temperature=temperature,
-                messages=_conversation(messages[i], i),
+                messages="" if item.get("messages") is None else _conversation(messages[i], i),
                 metadata=metadata | ({SILENT: True} if is_silent else {}),
             )
         )
@@ -202,8 +202,6 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _conversation(messages: Any, i: int) -> Any:
-    if messages is None:
-        return ""
     if not isinstance(messages, list) or any(
         not isinstance(m, Mapping) or not {"role", "content"} <= set(m) for m in messages
     ):

@@ -130,6 +130,9 @@ class Reservation:
     trained: int = 0
     dropped: int = 0
     failed: int = 0
+    # The last result of `acknowledged_turn`, and the last rank with that turn: most calls look only at this rank.
+    _acknowledged_turn: int = field(default=-1, init=False)
+    _slowest: int = field(default=0, init=False)
     # Derived from `entries` by `_count`, so that no transition looks at all entries. `_live`: deadline -> live groups by id.
     _live: dict[int, dict[int, ReservedGroup]] = field(default_factory=dict, init=False)
     _assigned: Counter[int] = field(default_factory=Counter, init=False)  # training rank -> tokens of its groups
@@ -187,7 +190,7 @@ class Reservation:
         # Ranks with lower numbers may join after this one.
         self.acknowledged += [_NO_ENGINE] * missing
         self.exhausted += [True] * missing
-        self.acknowledged[rank] = turn
+        self.acknowledged[rank], self._acknowledged_turn = turn, -1
         # If the last rank with an engine was lost, `lose_generator` did not mark it as exhausted, so that the run went on. Now this
         # rank goes on instead.
         self.exhausted = [
@@ -211,7 +214,10 @@ class Reservation:
     def acknowledged_turn(self) -> int:
         """`a`: the oldest policy that an engine may still sample from."""
         # The turn itself if no rank has an engine.
-        return min(self.turn, *self.acknowledged)
+        if self.acknowledged[self._slowest] != self._acknowledged_turn:
+            self._acknowledged_turn = min(self.acknowledged)
+            self._slowest = len(self.acknowledged) - 1 - self.acknowledged[::-1].index(self._acknowledged_turn)
+        return min(self.turn, self._acknowledged_turn)
 
     def fits(self, deadline: int, *, claim: bool) -> bool:
         """Whether the invariant I holds after a group with this deadline is claimed, or (claim=False) admitted."""

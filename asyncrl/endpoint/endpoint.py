@@ -270,10 +270,10 @@ class Endpoint:
         banned, in a session that is not trained."""
         found: dict[int, float] = {}
         sampling = SamplingParams(temperature=ask.sampling.temperature or 1.0, top_k=1, max_tokens=1)
-        session = self._untrained_session()
         for _ in range(ask.top):
             banned = dict.fromkeys(found, -100.0)
-            generation = await session.sample(prompt_ids, replace(sampling, logit_bias=banned))
+            # A session for each, because `rollout.max_turns` limits the requests of a session.
+            generation = await self._untrained_session().sample(prompt_ids, replace(sampling, logit_bias=banned))
             token = int(generation.token_ids[0])
             if token in found:
                 break

@@ -85,6 +85,7 @@ class MessagesBody(Body):
         None, description="Not supported: set data.chat_template_kwargs of the run, as its template needs."
     )
     context_management: None = refused("Not supported: nothing is cut.")
+    container: None = refused("Not supported. Leave it out.")
     mcp_servers: None = refused("Not supported: give the policy tools.")
     output_config: None = refused("Not supported: no grammar constrains the tokens. Leave it out.")
 

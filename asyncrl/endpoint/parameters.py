@@ -253,6 +253,8 @@ class ChatBody(PenaltiesBody):
     audio: None = refused("Not supported: models are trained on text alone.")
     reasoning_effort: None = refused("Not supported: set data.chat_template_kwargs of the run, as its template needs.")
     web_search_options: None = refused("Not supported: give the policy a tool.")
+    prediction: None = refused("Not supported. Leave it out.")
+    verbosity: None = refused("Not supported. Leave it out.")
     chat_template_kwargs: None = refused("Not supported: set data.chat_template_kwargs of the run.")
 
     def ask(self, defaults: SamplingParams) -> Ask:
@@ -273,6 +275,7 @@ class CompletionsBody(PenaltiesBody):
     logprobs: int | None = Field(None, ge=0, le=0, description=SAMPLED_ALONE)
     echo: OnlyFalse | None = None
     best_of: None = refused("Not supported: use n.")
+    suffix: None = refused("Not supported. Leave it out.")
     response_format: PlainFormat | None = Field(None, description=GRAMMAR)
 
     def ask(self, defaults: SamplingParams) -> Ask:

@@ -100,6 +100,8 @@ class ResponsesBody(OpenAiBody):
     )
     top_logprobs: int | None = Field(None, ge=0, le=0, description=SAMPLED_ALONE)
     background: OnlyFalse | None = None
+    max_tool_calls: None = refused("Not supported. Leave it out.")
+    seed: None = refused("Not supported. Leave it out.")
     previous_response_id: None = refused("Not supported: nothing is stored. Send the whole conversation as input.")
     conversation: None = refused("Not supported: nothing is stored. Send the whole conversation as input.")
     prompt: None = refused("Not supported: nothing is stored. Send instructions and input.")

@@ -201,6 +201,7 @@ class Session:
         self._request_ended = anyio.Event()  # set when a running request ends
         # In the order in which the replies arrived.
         self._answered: list[_AnsweredRequest] = []
+        self._complete = True  # the tree has no forgotten reply
         self._requests = itertools.count()
         self._temperature: float | None = None
 
@@ -285,13 +286,17 @@ class Session:
         for request in [each for each in self._answered if each.generation is generation]:
             if all(other.through != request.end for other in self._answered):
                 self._answered.remove(request)
+                self._complete = False
                 self._exchanges = [exchange for exchange in self._exchanges if exchange[2] != request.end]
 
     def _in_order(self) -> TokenTree:
         """The tree as if replies had arrived in the order of their requests: it must not depend on the speed of branches. Forgotten
         replies are left out."""
+        requests = sorted(self._answered)
+        if self._complete and requests == self._answered:
+            return self._tree
         old, tree, end_of = self._tree, TokenTree(), {-1: -1}
-        for each in sorted(self._answered):
+        for each in requests:
             path = old.path(each.end)
             prompt, reply = np.split(old.tokens[path], [path.size - each.generation.token_ids.size])
             columns = reply["id"], reply["logprob"], reply["filtered"], reply["version"]

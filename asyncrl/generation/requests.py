@@ -95,7 +95,9 @@ def check_request(request: GenerationRequest, max_context: int) -> None:
 
 
 def _are_stops(stop: Any) -> bool:
-    return not isinstance(stop, str) and all(0 < len(s) <= _LONGEST_STOP and not _SURROGATES.search(s) for s in stop)
+    return isinstance(stop, tuple | list) and all(
+        0 < len(s) <= _LONGEST_STOP and not _SURROGATES.search(s) for s in stop
+    )
 
 
 def _are_biases(biases: Any) -> bool:

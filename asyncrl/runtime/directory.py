@@ -47,11 +47,11 @@ from asyncrl.telemetry.sinks import each_row
 KEPT_ASIDE = 2
 # `run.overwrite` writes this file, with the new name, into an old run. A directory without this file is never removed.
 MARK = ".moved-aside"
-# The directories and files of a run.
-FOLDERS = {"rollouts", "workers", "checkpoints", "tensorboard", "wandb"}
+# The directories and files of a run, also of earlier versions.
+FOLDERS = {"rollouts", "workers", "checkpoints", "profile", "tensorboard", "wandb"}
 FILES = {
     "config.yaml", ".lock", "job.json", "metrics.jsonl", "metrics.discarded.jsonl", "trace.json", "nodes.json", "report.html",
-    "sinks.json", MARK,
+    "sinks.json", "plan.txt", MARK,
 }  # fmt: skip
 # EBADF: NFS may lock only descriptors that are open for writing, and a directory cannot be opened for writing.
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
@@ -185,7 +185,7 @@ class RunDirectory:
                 f"{self.path} holds {foreign}, which is another run or a directory or link that no run made: "
                 "run.overwrite would move it, too; move it yourself, or choose another run.name"
             )
-        pattern = re.compile(re.escape(self.real.name) + r"\.\d{8}-\d{6}-\d{6}")
+        pattern = re.compile(re.escape(self.real.name) + r"\.\d{8}-\d{6}(?:-\d+)?")
         found = (path for path in self.real.parent.iterdir() if pattern.fullmatch(path.name) and not path.is_symlink())
         # Oldest first. MARK excludes a directory that a person gave such a name.
         moved_before = sorted(path for path in found if _text(path / MARK) == path.name)

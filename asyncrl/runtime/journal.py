@@ -95,10 +95,10 @@ class Journal:
         """Open the sinks. `decode`: from token ids to text, for the prompts in the rollouts.
         Errors: ConfigError (a sink that is not installed or refuses to start, a directory that cannot be written)."""
         config, directory = self._config, self._directory
-        if self._rollouts_in is not None:
-            arguments = self._rollouts_in, config.telemetry.rollouts_per_step, self._newest, decode, self._rank
-            with self._skip_on_error(str(self._rollouts_in / "rollouts")):
-                self._rollouts = await offload(lambda: RolloutWriter(*arguments), "rollouts")
+        arguments = config.telemetry.rollouts_per_step, self._newest, decode, self._rank
+        if (path := self._rollouts_in) is not None and directory is None:
+            with self._skip_on_error(str(path / "rollouts")):
+                self._rollouts = await offload(lambda: RolloutWriter(path, *arguments), "rollouts")
         if directory is not None:
 
             def open_files() -> None:
@@ -109,6 +109,7 @@ class Journal:
                     config=config.model_dump(),
                     resume_step=self._newest,
                 )
+                self._rollouts = RolloutWriter(directory.path, *arguments)
 
             try:
                 await offload(open_files, "sinks")

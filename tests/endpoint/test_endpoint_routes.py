@@ -140,7 +140,7 @@ async def test_top_logprobs_of_a_first_token_are_those_of_the_model() -> None:
     tokenizer = tokenizer_of("qwen2_5")
     policy, plain = policy_and_plain("qwen3", vocabulary=len(tokenizer))
     gaps = []
-    async with open_engine(policy, max_context=256) as engine, opened(engine.engine.generate) as o:
+    async with open_engine(policy, max_context=256) as engine, opened(engine.engine.generate, max_turns=2) as o:
         for temperature in (1.0, 2.0):
             more = {"temperature": temperature, "max_tokens": 1, "logprobs": True, "top_logprobs": 5}
             _, key = o.endpoint.open(None)

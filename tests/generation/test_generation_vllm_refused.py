@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ctypes
 import dataclasses
+import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,6 +117,14 @@ def small_core() -> tuple[Any, Any, Any]:
     return adapter, form, adapter.CoreLimits(2, 32, 64, 32, size)
 
 
+def memory_policy() -> int:
+    """Of this thread, as Linux numbers it."""
+    mode = ctypes.c_int(-1)
+    number = {"x86_64": 239, "aarch64": 236}[platform.machine()]
+    assert ctypes.CDLL(None).syscall(number, ctypes.byref(mode), None, 0, None, 0) == 0
+    return mode.value
+
+
 @pytest.fixture
 def threads() -> Iterator[None]:
     """vLLM replaces one of them for good."""
@@ -131,6 +141,7 @@ def test_the_cache_is_as_large_as_asked_whatever_the_environment_says(
     adapter, form, room = small_core()  # takes both out
     core = adapter.VllmCore(form, room, lambda names, logits: logits.argmax(-1))
     assert core._core.vllm_config.cache_config.num_gpu_blocks == adapter._blocks(room)
+    assert memory_policy() == 0  # the default: vLLM has bound nothing
     core.close()
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +285,7 @@ def test_turns_find_what_their_session_has_left_and_a_dead_worker_takes_only_its
         (request(4, 0, top_p=0.0), "top_p is 0"),
         (replace(request(4, 0), prompt_ids=np.array([3, 23], np.int32)), r"token ids from 3 to 23, .*\[0, 23\)"),
         (request(4, 0, stop=("\ud800",)), "this request cannot be served: .*lone surrogate"),
+        (request(4, 0, stop={"END": 1}.keys()), "a tuple of strings"),
     ],
 )
 def test_what_cannot_be_served_is_refused(held: Held, asked: GenerationRequest, text: str) -> None:
@@ -293,8 +296,16 @@ def test_what_cannot_be_served_is_refused(held: Held, asked: GenerationRequest, 
     held.run(test)
 
 
-def test_numbers_of_numpy_are_numbers(held: Held) -> None:
-    """As an environment may compute them."""
+class Word(StrEnum):
+    END = "END"
+
+
+class Id(IntEnum):
+    FIVE = 5
+
+
+def test_numbers_of_numpy_and_of_a_program_are_numbers(held: Held) -> None:
+    """As an environment may compute them. A worker cannot import the classes of a program."""
 
     async def test(made: Opened) -> None:
         plain = request(4, 3, temperature=0.5, max_tokens=9, stop_token_ids=(5,))
@@ -302,6 +313,11 @@ def test_numbers_of_numpy_are_numbers(held: Held) -> None:
             temperature=np.float64(0.5),  # type: ignore[arg-type]
             max_tokens=np.int64(9),  # type: ignore[arg-type]
             stop_token_ids=(np.int32(5),),  # type: ignore[arg-type]
+        )
+        enumerated = replace(sampling, stop=(Word.END,), stop_token_ids=(Id.FIVE,), logit_bias=defaultdict(lambda: 0.0))
+        [answer] = [await made.engine.generate(replace(plain, sampling=enumerated))]
+        assert_same(
+            [answer], [await made.engine.generate(replace(plain, sampling=replace(plain.sampling, stop=("END",))))]
         )
         given = replace(plain, sampling=sampling, seed=np.int64(3))  # type: ignore[arg-type]
         assert_same([await made.engine.generate(given)], [await made.engine.generate(plain)])

@@ -78,11 +78,17 @@ def test_the_name_of_an_owner_that_forgets_to_close_stays_for_the_next(name: str
 
 
 def test_a_forked_child_holds_no_lock(name: str) -> None:
-    owner = Segment.create(name, 4096)
+    owner, second = Segment.create(name, 4096), Segment.create(f"{name}-second", 4096)
     context = multiprocessing.get_context("fork")
     up, go = context.Event(), context.Event()
 
     def child() -> None:
+        # A fork of the fork runs the same hook, which finds the segment closed.
+        if (grandchild := os.fork()) == 0:
+            os._exit(sum(each._fd >= 0 for each in segment._open_segments))
+        clean = os.waitpid(grandchild, 0)[1] == 0 and owner._fd == second._fd == -1
+        if not clean:
+            os._exit(3)
         up.set()
         go.wait()
 
@@ -95,6 +101,8 @@ def test_a_forked_child_holds_no_lock(name: str) -> None:
     finally:
         go.set()
         process.join()
+        second.close(unlink=True)
+    assert process.exitcode == 0
 
 
 def test_no_room_is_found_at_creation_and_named(name: str) -> None:

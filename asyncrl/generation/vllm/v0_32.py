@@ -303,9 +303,9 @@ def _plain_layers(device: torch.device) -> Iterator[None]:
         # On a GPU all layers do, except those that `require_supported` refuses.
         yield
         return
-    from .v0_32_cpu import unpacked
+    from .v0_32_cpu import unbound_memory, unpacked
 
-    with unpacked():
+    with unbound_memory(), unpacked():
         yield
 
 

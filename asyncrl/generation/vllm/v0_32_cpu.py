@@ -62,6 +62,19 @@ def _sum_of_experts(experts: CPUUnquantizedExperts, *, output: Tensor, **argumen
     output.copy_(total_TH)
 
 
+@contextlib.contextmanager
+def unbound_memory() -> Iterator[None]:
+    """Inside the context vLLM does not bind this process's memory to a NUMA node. vLLM would choose the node of the first allowed
+    core, which is the same node for all workers of a machine."""
+    name, library = "init_cpu_memory_env", torch.ops._C
+    original = getattr(library, name)
+    setattr(library, name, lambda nodes: None)
+    try:
+        yield
+    finally:
+        setattr(library, name, original)
+
+
 def is_replaced(method: Any) -> bool:
     """Whether `_sum_of_experts` computes the experts of a layer. `method`: the `quant_method` of the layer."""
     return isinstance(getattr(method.moe_kernel, "fused_experts", None), CPUUnquantizedExperts)

@@ -22,7 +22,7 @@ import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
@@ -105,6 +105,16 @@ class WorkerEngine(BaseEngine):
     async def _sample(self, request: GenerationRequest, pinned: bool) -> Generation:
         self._require_open()
         check_request(request, self.limits.max_context)
+        # Plain types: a worker cannot unpickle a user's class, such as an Enum.
+        s = request.sampling
+        biases, words = (
+            {int(t): float(b) for t, b in s.logit_bias.items()},
+            tuple(tuple(map(int, w)) for w in s.bad_words),
+        )
+        stops, ids = tuple(map(str.__str__, s.stop)), tuple(map(int, s.stop_token_ids))
+        request = replace(
+            request, sampling=replace(s, stop=stops, stop_token_ids=ids, bad_words=words, logit_bias=biases)
+        )
         check_tokens(request, self.limits.vocabulary, self.limits.has_tokenizer)
         job = self._router.add(request, asyncio.get_running_loop().create_future(), pinned=pinned)
         self._assign()

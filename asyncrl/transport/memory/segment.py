@@ -213,7 +213,8 @@ def _after_fork_in_child() -> None:
     forks += 1
     for segment in list(_open_segments):
         # The lock ends with the parent.
-        os.close(segment._fd)
+        if segment._fd >= 0:
+            os.close(segment._fd)
         segment._fd = -1
 
 
