@@ -170,9 +170,10 @@ class Run:
         return self
 
 
-def test_wait_mode_bounds_the_age_and_drops_nobody() -> None:
+@pytest.mark.parametrize("seeds", [range(500), pytest.param(range(500, 1500), marks=pytest.mark.slow)], ids=str)
+def test_wait_mode_bounds_the_age_and_drops_nobody(seeds: range) -> None:
     reached: Counter[tuple[int, int]] = Counter()
-    for seed in range(1500):
+    for seed in seeds:
         run = Run(seed).execute()
         if run.p_drop == 0.0:
             assert run.dropped == []

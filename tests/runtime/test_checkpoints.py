@@ -66,6 +66,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written(here: Path) -> Non
     assert (here / "waited").read_text() == "saw step 6"
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_on_the_time(tmp_path: Path) -> None:
     """Each has to bring its part (of the model, of its replay buffer), or the first one would wait for it."""
     tree = QUICK | {"distributed": {"sharding": "fsdp"}, "replay": {"size": 4}}

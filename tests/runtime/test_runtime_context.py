@@ -363,12 +363,13 @@ def run_within_a_batch(folder: Path, tree: dict[str, Any], size: int, stops: str
     return weights_of(run, 2 * STEPS - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stops", "sharding", "codes"),
     [
         ("1", "fsdp", [143, 143]),
-        pytest.param("1", "replicate", [143, 143], marks=pytest.mark.slow),
-        pytest.param("none", "replicate", [1, 12], marks=pytest.mark.slow),
+        ("1", "replicate", [143, 143]),
+        ("none", "replicate", [1, 12]),
     ],
     ids=["the sibling is stopped, fsdp", "the sibling is stopped", "the leader fails"],
 )
