@@ -13,7 +13,7 @@ from ..telemetry.records import Wait
 
 # Parts of a run, as they are named in `Wait.on`. Each may wait for the parts before it in this list. Everything else (an
 # environment, one reward worker, a disk) is outside of the run. A wait for something outside explains a standstill best.
-_RUN_PARTS = ("lane", "engine", "idle reward worker", "reward workers", "pump", " of queue ", "its callers")
+_RUN_PARTS = ("lane", "engine", "reward worker with room", "reward workers", "pump", " of queue ", "its callers")
 
 
 def describe_tasks(tasks: set[asyncio.Task[Any]]) -> list[str]:
@@ -25,7 +25,7 @@ def _describe_task(task: asyncio.Task[Any]) -> str:
     frames = [_describe_frame(frame) for frame in _suspended_frames(task.get_coro())]
     waiter = getattr(task, "_fut_waiter", None)
     awaits = "is ready to run" if waiter is None else f"awaits {_describe_awaitable(waiter)}"
-    return f"task {task.get_name()!r} {awaits} in {' > '.join(frames[-4:]) or '(not started)'}"
+    return f"task {task.get_name()!r} {awaits} in {' > '.join(frames[-4:]) or '(no Python frame)'}"
 
 
 def describe_holder(holder: Any) -> str:

@@ -69,8 +69,9 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     """Yields name, value and original text of `a.b=value`, `--a.b=value` or `--a.b value`. A dash in a name is an underscore.
     Values are YAML.
 
-    `--a.b` without a value is true if the setting is a boolean. For a string or a list of strings the text itself is the value,
-    except quoted text, `null` (for a list, or if allowed), and for a list a text that begins with `[`. Errors: `ConfigError`.
+    `--a.b` without a value is true if the setting is a boolean. For a string or a list of strings the text itself is the value.
+    Exceptions, which are read as YAML: quoted text; `null`, if the setting is a list or may be null; for a list, a text that begins
+    with `[`. Errors: `ConfigError`.
     """
     remaining = list(arguments)
     while remaining:

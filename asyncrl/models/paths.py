@@ -8,7 +8,7 @@
 | plain  | transformers' own forward and cache, a sequence per row | all others: layers with a state, latent attention, ALiBi |
 
 On `fused` and `packed` the members of a group share the prompt, in training and in the cache. On `plain` nothing is shared, and
-the caches are computed again after each update of the weights. So `plain` is slow, but works for every model with a cache.
+the caches are computed again after each update of the weights. So `plain` is slow, but works for every model.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from asyncrl.types import Int64Array
 
 from .attention.tree import TreePlan
 
-_MAX_TOKENS = 4096  # of one forward, padding included
+_MAX_TOKENS = 4096  # of one forward, padding included; a longer row runs alone
 
 
 class PlainForward:

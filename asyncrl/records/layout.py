@@ -19,7 +19,7 @@ A record holds `n >= 1` members (trajectories) of one group. Most producers put 
     36  u32  members in this record, n
     40  u32  group size
     44  u32  zero
-    48  u64  sequence: position of the record in its ring, + 1
+    48  u64  sequence: running number of the record in its ring, from 1
     56  i64  epoch: a number for each start of the producer, because a producer restarts its group ids
     64  i64  group id
     72  i64  policy version that the producer knew when it put the record (-1: unknown)

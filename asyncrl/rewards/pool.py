@@ -11,13 +11,13 @@ Guarantees
 * After a deadline, a crash or a cancelled caller, the worker of a blocking call is killed and replaced. A coroutine is cancelled
   instead; if it does not end, its worker is killed. Requests have ids: no answer to an old request is taken for a new one.
 * A call whose worker was killed because of another call is sent again, once. If a worker crashes while several coroutines run, each
-  of these calls is sent again once, to a worker that runs no other call meanwhile. So the call that crashes is found.
+  of these calls is sent again once, to a worker that begins no other call meanwhile. So the call that crashes is found.
 * A call of an `async def` function that raised, crashed or missed its deadline is repeated up to `retries` times, each time with a
   new deadline. The metric `reward/{fn}/retries` counts the repetitions.
 * Callers of the same kind (coroutines, blocking calls) get workers in the order in which they asked. A caller that is cancelled
   while it waits takes no worker.
-* All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. If a
-  successor dies or takes too long before it has loaded the functions, another one is started, `MOST_STARTS` in all.
+* All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. If the
+  successor of a dead worker fails before it has loaded the functions, another one is started, `MOST_STARTS` in all.
 * A worker is worn when it gained `worker_max_mib` of memory or had `worker_max_calls` calls. It takes calls until its successor has
   loaded the functions, and ends after its running calls. If no successor can start (its file was edited, for example), the worn
   worker goes on. The metric `reward/workers_recycled` counts replaced workers.
@@ -136,7 +136,7 @@ class RewardPool:
     # ---- life
 
     async def __aenter__(self) -> RewardPool:
-        """Start all workers and load every function in each. Errors: `ConfigError`, `RewardCrash`, `RewardTimeout`."""
+        """Start all workers and load every function in each. Errors: ConfigError, RewardCrash, RewardTimeout, OSError."""
         self._open = True
         self._folder = os.getcwd()  # later workers start here, too
         sources = [function_source(spec) for spec in self._specs]
@@ -453,7 +453,7 @@ class RewardPool:
                     raise
                 pause = min(2.0**tries, _LONGEST_BACKOFF_S) * self._jitter.uniform(0.5, 1.0)
                 tries += 1
-                logger.warning("%s; try %d of %d follows in %.1f s", error, tries, self._config.retries, pause)
+                logger.warning("%s; retry %d of %d follows in %.1f s", error, tries, self._config.retries, pause)
             self._recorder.count(f"reward/{function.name}/retries")
             with self._recorder.wait(who, what, on="its next try", cause="reward"):
                 await anyio.sleep(pause)

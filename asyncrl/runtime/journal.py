@@ -47,7 +47,7 @@ _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", 
 
 class Journal:
     """Used as `async with Journal(...) as journal: await journal.open(decode)`. `live` may be used before `open`.
-    All methods are called on the loop's thread, which also appends lines of metrics. Other threads do all other work on files."""
+    Call all public methods on the loop's thread, which also appends lines of metrics. Other threads do all other work on files."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Journal:
         *,
         last: int | None = None,
         lines: bool = False,
-        rollouts: Path | None = None,
+        rollouts_in: Path | None = None,
         rank: int = 0,
     ) -> None:
-        """`directory`: None for a program without a run directory and for ranks other than the first: only `rollouts` are written.
-        `lines`: show lines at the terminal, also without a directory. `rollouts`: the run directory, on a rank that trains.
+        """`directory`: None for a program without a run directory and for ranks other than the first, which write only rollouts.
+        `lines`: show lines at the terminal, also without a directory. `rollouts_in`: the run directory, on a rank that trains.
         `since`: the last version whose line stays; later lines, of an earlier process of the run, are removed. None: a new run.
         `base`: see `Ports`. `last`: the last version of the run, if known."""
         self._config, self._base = config, base
@@ -88,7 +88,7 @@ class Journal:
         self._newest = since  # the version of the last line
         self._sinks = Sinks(())
         self._rollouts: RolloutWriter | None = None
-        self._rollouts_in, self._rank = rollouts, rank
+        self._rollouts_in, self._rank = rollouts_in, rank
         self._failures, self._last_failure = 0, ""
 
     async def open(self, decode: Decode) -> None:

@@ -86,9 +86,9 @@ async def _open_directory(run: OpenRun) -> None:
         since = run.saved.version
         opened.append(f"resume: {run.saved.checkpoint.path}")
     written, lines = directory if run.world.is_first else None, run.world.joined is not None
-    rollouts = directory.path if directory and run.world.trains else None
+    rollouts_in = directory.path if directory and run.world.trains else None
     last = last_version(config, run.base, run.decided.row_count)
-    options: dict[str, Any] = {"last": last, "lines": lines, "rollouts": rollouts, "rank": run.world.rank}
+    options: dict[str, Any] = {"last": last, "lines": lines, "rollouts_in": rollouts_in, "rank": run.world.rank}
     run.journal = Journal(config, written, run.recorder, since, run.base, **options)
     await run.stack.enter_async_context(run.journal)
     run.stack.callback(stages.begin, "closing the sinks of metrics")

@@ -141,7 +141,7 @@ def _spread(size: int, limit: int) -> list[int]:
 
 
 def _sampled_steps(directory: Path) -> list[int]:
-    """Numbers of up to `_SAMPLED_STEPS` steps with a file, the newest first. Keeps no paths, because a run may have a million."""
+    """Numbers of up to `_SAMPLED_STEPS` steps with a file, spread evenly over the run, newest first. A run may have a million."""
     if not directory.exists():
         return []
     with os.scandir(directory) as files:
@@ -183,9 +183,9 @@ def is_share(name: str) -> bool:
     return name.startswith(("busy/", "idle/"))
 
 
-def _accounted(name: str) -> str:
-    """The metric whose count of lines (or seconds) divides the sum of `name`: for a share, the lane's `idle/unexplained`, which
-    is in each line with shares of the lane; for another metric, `name` itself."""
+def _divisor_of(name: str) -> str:
+    """The metric whose count divides the sum of `name`, for its mean: `name` itself; for a share, the lane's `idle/unexplained`,
+    which is in each line with shares of the lane, so that its count is all seconds of the lane."""
     lane = name.partition("/")[2].rpartition("/")[0]
     return "/".join(["idle", *filter(None, [lane]), "unexplained"]) if is_share(name) else name
 
@@ -235,7 +235,7 @@ class Curves:
         return {
             name: [
                 total / count if count else None
-                for total, count in zip(sums, self._counts[_accounted(name)], strict=True)
+                for total, count in zip(sums, self._counts[_divisor_of(name)], strict=True)
             ]
             for name, sums in sorted(self._sums.items())
         }
@@ -245,7 +245,7 @@ class Curves:
         return math.fsum(self._sums[name])
 
     def names(self) -> list[str]:
-        """Names of all metrics with a finite value, sorted."""
+        """Names of all metrics with a curve, sorted."""
         return sorted(self._sums)
 
 

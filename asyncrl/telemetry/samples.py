@@ -13,8 +13,8 @@ _MAX_NEWEST = 65_536
 
 
 class Samples:
-    """Reduces samples in bounded memory, by `reduce`. The reduction "p99" uses only the newest 65,536 samples. One NaN makes the
-    result NaN."""
+    """Reduces samples in bounded memory, by `reduce`. The reduction "p99" uses only the newest 65,536 samples. One NaN among
+    the used samples makes the result NaN."""
 
     __slots__ = ("_count", "_newest", "_reduce", "_total")
 

@@ -459,7 +459,7 @@ def test_who_waits_longest_is_not_who_the_others_wait_for() -> None:
         Wait("scorer", "an item", "a sender of queue scoring", "group", 1.0),
         Wait("train pump", "a claimable group", "score pump", "group", 1.0),
         Wait("score pump", "a reward", "reward workers", "reward", 2.0),
-        Wait("group 3", "reward 'f'", "an idle reward worker", "reward", 2.1),
+        Wait("group 3", "reward 'f'", "a reward worker with room", "reward", 2.1),
         Wait("publish pump", "version 3", "the engines", "publish", 2.2),
         Wait("group 2", "reward 'f'", "reward worker 17", "reward", 2.3),
     ]

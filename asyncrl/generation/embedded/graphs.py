@@ -37,8 +37,8 @@ logger = logging.getLogger("asyncrl.generation")
 _BUCKET_ROWS = 16
 # Steps before a capture. At their first calls libraries allocate memory, and a graph cannot contain the allocation.
 _WARM_UP = 2
-# Runs a computation at least once. Returns its result tensor, and a function that computes the result again into the same tensor;
-# the tensor is filled only by that function.
+# Calls a computation at least once, to record it. Returns its output tensor, without a valid result yet, and a function that
+# computes the result into that tensor.
 Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 

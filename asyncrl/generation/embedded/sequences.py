@@ -50,7 +50,7 @@ class Sequences:
         if routes is not None:
             self.routes = np.empty((capacity, max_context, routes.layers, routes.k), dtype=routes.dtype)
         # Slot -> routes [prompt - 1, layers, k], see `keep_first_routes`.
-        self._first_prompt_routes: dict[int, RoutesArray] = {}
+        self._routes_of_first_prefill: dict[int, RoutesArray] = {}
         self.prompt = np.zeros(capacity, dtype=np.int64)  # tokens of the prompt
         self.length = np.zeros(capacity, dtype=np.int64)  # tokens of prompt and completion so far
         self.cached = np.zeros(capacity, dtype=np.int64)  # tokens with keys and values in the cache
@@ -61,7 +61,7 @@ class Sequences:
         self.reused = np.zeros(capacity, dtype=np.int64)
         # Version of the weights that computed the first cached token. No other cached token has an older version.
         self.oldest = np.zeros(capacity, dtype=np.int32)
-        # Index of the first sampled token of the requests that made the row. Its version is `oldest`.
+        # Index of the first token of the row that was sampled by any of the requests that made the row, with version `oldest`.
         self.first_sampled = np.zeros(capacity, dtype=np.int64)
         self.kept: dict[int, None] = {}  # slots of kept sequences, oldest first
         self.moves: list[Move] = []
@@ -173,7 +173,7 @@ class Sequences:
 
     def _clear(self, slot: int) -> None:
         self.prefix_key[slot] = None
-        self._first_prompt_routes.pop(slot, None)
+        self._routes_of_first_prefill.pop(slot, None)
         self._logit_changes.pop(slot, None)
 
     def _swap(self, row: int, other: int) -> None:
@@ -225,16 +225,20 @@ class Sequences:
 
     def keep_first_routes(self, slot: int) -> None:
         """Call this before a prompt is computed again with new weights. If the sequence has sampled tokens, its generation gets the
-        prompt's first routes. `self.routes` gets the new ones, because other sequences may copy the new prompt."""
-        if self.routes is not None and self.length[slot] > self.prompt[slot] and slot not in self._first_prompt_routes:
-            self._first_prompt_routes[slot] = self.routes[slot, : self.prompt[slot] - 1].copy()
+        routes of the prompt's first computation. `self.routes` gets the new ones: other sequences may copy the new prompt."""
+        if (
+            self.routes is not None
+            and self.length[slot] > self.prompt[slot]
+            and slot not in self._routes_of_first_prefill
+        ):
+            self._routes_of_first_prefill[slot] = self.routes[slot, : self.prompt[slot] - 1].copy()
 
     def _routes_of(self, slot: int) -> RoutesArray | None:
         if self.routes is None:
             return None
         routes: RoutesArray = self.routes[slot, : self.length[slot]].copy()
-        if slot in self._first_prompt_routes:
-            routes[: self.prompt[slot] - 1] = self._first_prompt_routes[slot]
+        if slot in self._routes_of_first_prefill:
+            routes[: self.prompt[slot] - 1] = self._routes_of_first_prefill[slot]
         return routes
 
     def generation(self, slot: int, reason: FinishReason, stop: str | None = None) -> Generation:

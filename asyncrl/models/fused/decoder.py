@@ -129,7 +129,7 @@ class FusedDecoder:
         if isinstance(layer.mlp, Mlp):
             return self.forward(layer, x, plan, rotation, keep=False)[0]
         middle, _ = self.attend(layer, x, plan, rotation, keep=False)
-        return self._add_experts(layer, middle, self._normed(layer.mlp_norm, middle)[0], plan)
+        return self._add_experts(layer, middle, self._normed(layer.mlp_input_norm, middle)[0], plan)
 
     def _expert_layer(self, x: Tensor, layer: Layer, plan: TreePlan, rotation: Rotation) -> Tensor:
         middle, normed = _FusedAttention.apply(x, self, layer, plan, rotation)
@@ -144,7 +144,7 @@ class FusedDecoder:
             output = self.routing.run(experts, normed.unsqueeze(0), plan.routes)
         # Some experts also return the logits of the router.
         branch: Tensor = (output[0] if isinstance(output, tuple) else output).squeeze(0)
-        norm = layer.output_norm
+        norm = layer.mlp_output_norm
         if norm is not None:
             branch = rms_norm(branch, norm.weight, norm.eps, norm.offset)
         return torch.add(middle, branch, alpha=layer.multiplier)
@@ -156,24 +156,24 @@ class FusedDecoder:
         mlp = layer.mlp
         assert isinstance(mlp, Mlp)
         middle, saved = self.attend(layer, x, plan, rotation, keep)
-        gate_up = mlp.gate_up(self._normed(layer.mlp_norm, middle)[0])
+        gate_up = mlp.gate_up(self._normed(layer.mlp_input_norm, middle)[0])
         active = self.scratch.take("active", x.shape[0], gate_up.shape[1] // 2, x)
         kernels.gated(gate_up, active, mlp.activation)
-        out, branch = _add_branch(layer, layer.output_norm, mlp.down(active), middle)
+        out, branch = _add_branch(layer, layer.mlp_output_norm, mlp.down(active), middle)
         return out, None if saved is None else saved._replace(gate_up=gate_up, mlp_branch=branch)
 
     def attend(
         self, layer: Layer, x: Tensor, plan: AttentionPlan, rotation: Rotation, keep: bool
     ) -> tuple[Tensor, _Saved | None]:
         """The attention half of a layer: [T, E] -> [T, E]. With `keep` also the tensors for its backward."""
-        qkv = layer.qkv(self._normed(layer.input_norm, x)[0])
+        qkv = layer.qkv(self._normed(layer.attention_input_norm, x)[0])
         raw = self._rotate(layer, qkv, rotation)
         q, k, v = _split(layer, qkv)
         if keep:
             attended, lse = cast(TreePlan, plan).forward(q, k, v, layer.scaling, layer.terms)
         else:
             attended = plan.attend(layer.number, q, k, v, layer.scaling, layer.terms)
-        middle, branch = _add_branch(layer, layer.attention_norm, layer.out(attended.reshape(x.shape[0], -1)), x)
+        middle, branch = _add_branch(layer, layer.attention_output_norm, layer.out(attended.reshape(x.shape[0], -1)), x)
         return middle, _Saved(qkv, attended, lse, middle, *raw, branch) if keep else None
 
     def _normed(self, norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -214,16 +214,16 @@ class FusedDecoder:
         tokens, size = x.shape[0], gate_up.shape[1] // 2
         active = scratch.take("active", tokens, size, x)
         grad_active = scratch.take("grad_active", tokens, size, x)
-        grad_branch = self._branch_gradient(layer, layer.output_norm, grad, saved.mlp_branch)
+        grad_branch = self._branch_gradient(layer, layer.mlp_output_norm, grad, saved.mlp_branch)
         torch.mm(grad_branch, mlp.down.weight(), out=grad_active)
         # Overwrites `gate_up` with its gradient, and fills `active` with the forward's product.
         kernels.gated_backward_(gate_up, grad_active, active, scratch, mlp.activation)
         mlp.down.add_gradient(grad_branch, active)
         grad_normed = scratch.take("grad_normed", tokens, x.shape[1], x)
-        normed, scale = self._normed(layer.mlp_norm, saved.middle)
+        normed, scale = self._normed(layer.mlp_input_norm, saved.middle)
         mlp.gate_up.backward(gate_up, normed, grad_normed)
         grad_middle = grad.clone()
-        _add_norm_gradient(layer.mlp_norm, grad_normed, saved.middle, grad_middle, scale)
+        _add_norm_gradient(layer.mlp_input_norm, grad_normed, saved.middle, grad_middle, scale)
         return self.attend_backward(layer, x, saved, grad_middle, plan, rotation)
 
     def attend_backward(
@@ -231,7 +231,7 @@ class FusedDecoder:
     ) -> Tensor:
         """Backward of `attend`. `grad_middle` is contiguous; the gradient of `x` is written into it and returned."""
         scratch, tokens = self.scratch, x.shape[0]
-        grad_branch = self._branch_gradient(layer, layer.attention_norm, grad_middle, saved.attention_branch)
+        grad_branch = self._branch_gradient(layer, layer.attention_output_norm, grad_middle, saved.attention_branch)
         flat = saved.attended.view(tokens, -1)
         grad_attended = scratch.take("attended", tokens, flat.shape[1], x)
         layer.out.backward(grad_branch, flat, grad_attended)
@@ -241,9 +241,9 @@ class FusedDecoder:
         plan.backward(grad, inputs, layer.scaling, gradients, layer.terms, layer.sinks_gradient)
         self._rotate_backward(layer, grad_qkv, saved, rotation)
         grad_normed = scratch.take("grad_normed", tokens, x.shape[1], x)
-        normed, scale = self._normed(layer.input_norm, x)
+        normed, scale = self._normed(layer.attention_input_norm, x)
         layer.qkv.backward(grad_qkv, normed, grad_normed)
-        _add_norm_gradient(layer.input_norm, grad_normed, x, grad_middle, scale)
+        _add_norm_gradient(layer.attention_input_norm, grad_normed, x, grad_middle, scale)
         return grad_middle
 
     def _branch_gradient(self, layer: Layer, norm: Norm | None, grad: Tensor, branch: Tensor | None) -> Tensor:
@@ -296,7 +296,7 @@ class _FusedAttention(torch.autograd.Function):
         ctx: Any, x: Tensor, decoder: FusedDecoder, layer: Layer, plan: TreePlan, rotation: Rotation
     ) -> tuple[Tensor, Tensor]:
         middle, saved = decoder.attend(layer, x, plan, rotation, keep=True)
-        norm = layer.mlp_norm
+        norm = layer.mlp_input_norm
         normed = middle.clone() if norm is None else norm(middle, torch.empty_like(middle))[0]
         ctx.save_for_backward(x, *(saved or ()))
         ctx.arguments = decoder, layer, plan, rotation
@@ -307,7 +307,7 @@ class _FusedAttention(torch.autograd.Function):
         x, *tensors = ctx.saved_tensors
         decoder, layer, plan, rotation = ctx.arguments
         saved, grad_middle = _Saved(*tensors), grad.clone(memory_format=torch.contiguous_format)
-        _add_norm_gradient(layer.mlp_norm, grad_normed.contiguous(), saved.middle, grad_middle)
+        _add_norm_gradient(layer.mlp_input_norm, grad_normed.contiguous(), saved.middle, grad_middle)
         return decoder.attend_backward(layer, x, saved, grad_middle, plan, rotation), None, None, None, None
 
 

@@ -136,15 +136,15 @@ class Layer:
     """The parts of one decoder layer. A part that the layer does not have is None."""
 
     number: int
-    input_norm: Norm | None
+    attention_input_norm: Norm | None
     qkv: JoinedLinear
     query_norm: Norm | None
     key_norm: Norm | None
     out: JoinedLinear
-    attention_norm: Norm | None  # of the output of attention
-    mlp_norm: Norm | None
+    attention_output_norm: Norm | None  # of the output of attention
+    mlp_input_norm: Norm | None
     mlp: Mlp | nn.Module  # a module: the model's own experts
-    output_norm: Norm | None  # of the output of the MLP
+    mlp_output_norm: Norm | None  # of the output of the MLP
     multiplier: float  # of the branches before the residual sums
     heads: int
     kv_heads: int
@@ -223,15 +223,15 @@ def read_layer(
     heads, kv_heads, size = sizes
     return Layer(
         number=number,
-        input_norm=norm(before_attention),
+        attention_input_norm=norm(before_attention),
         qkv=joined(*parts.qkv),
         query_norm=norm(query_norm),
         key_norm=norm(key_norm),
         out=joined(parts.out),
-        attention_norm=norm(after_attention),
-        mlp_norm=norm(before_mlp),
+        attention_output_norm=norm(after_attention),
+        mlp_input_norm=norm(before_mlp),
         mlp=Mlp(joined(*mlp.gate_up), mlp.activation, joined(mlp.down)) if isinstance(mlp, _MlpParts) else mlp,
-        output_norm=norm(after_mlp),
+        mlp_output_norm=norm(after_mlp),
         multiplier=float(getattr(block, "residual_multiplier", 1.0)),
         heads=heads,
         kv_heads=kv_heads,
