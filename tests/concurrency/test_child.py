@@ -294,8 +294,13 @@ async def test_a_life_that_is_cancelled_at_any_moment_leaves_nothing(native: boo
         return task.cancelled() or scope.cancelled_caught
 
     for turns in range(12):
-        assert await cancelled_after(turns)
-        assert open_descriptors() == before
+        # On a busy machine the child may die before that turn. Then the life has ended by itself, and is tried again.
+        for _ in range(20):
+            cancelled = await cancelled_after(turns)
+            assert open_descriptors() == before
+            if cancelled:
+                break
+        assert cancelled, f"a life never lasted for {turns} turns"
     assert len(made) >= 10
     assert not any(alive(process.pid) for process in made)
 
