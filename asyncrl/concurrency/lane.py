@@ -77,6 +77,7 @@ class ThreadLane:
     """A lane with a thread. Use it as `async with ThreadLane(...) as lane`. Closing runs the queued closures first.
 
     on_start: called first on the new thread, for device selection and thread counts. `async with` raises errors of `on_start`.
+    in_budget: False leaves the lane out of `busy/*` and `idle/*`, for a lane that serves a device with a lane of its own.
     close_timeout_s: seconds that closing waits for queued and running closures. Then closing raises a `LifecycleError` that names
         the running closure. The closure cannot be stopped: its daemon thread continues.
     """
@@ -88,9 +89,11 @@ class ThreadLane:
         on_start: Callable[[], object] | None = None,
         *,
         close_timeout_s: float = 30.0,
+        in_budget: bool = True,
     ) -> None:
         self.name = name
         self.open = False
+        self._in_budget = in_budget
         self._recorder = recorder
         self._on_start = on_start
         self._close_timeout_s = close_timeout_s
@@ -105,7 +108,7 @@ class ThreadLane:
     async def __aenter__(self) -> ThreadLane:
         self.open = True
         if self._recorder is not None:
-            self._recorder.register_lane(self.name)
+            self._recorder.register_lane(self.name, in_budget=self._in_budget)
         self._thread = threading.Thread(target=self._main, name=f"lane:{self.name}", daemon=True)
         self._thread.start()
         atexit.register(self._end_with_interpreter)

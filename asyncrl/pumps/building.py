@@ -76,10 +76,13 @@ class StepBuilder:
         rows = await write_advantages(ports, rows, advantages, turns)
         parts = []
         for part in await minibatches(ports, rows):
-            part = mask_overlong(ports, replace_without_signal(ports, self._reader, step, part))
-            part = mask_earlier_turns(ports, part)
-            trained, skipped = split_skipped(ports, part)
-            parts.append(pack_with_skipped(ports, await write_logprobs(ports, trained), skipped))
+            with ports.recorder.work("train pump", "mask"):
+                part = mask_overlong(ports, replace_without_signal(ports, self._reader, step, part))
+                part = mask_earlier_turns(ports, part)
+                trained, skipped = split_skipped(ports, part)
+            trained = await write_logprobs(ports, trained)
+            with ports.recorder.work("train pump", "pack"):
+                parts.append(pack_with_skipped(ports, trained, skipped))
         if versions_per_batch(ports.config) == 1:
             return parts[0]
         step.parts = parts
@@ -108,7 +111,8 @@ async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows
         parts = await ports.gather([(group.group_id, reader.group_rewards(group)) for group in groups])
         return _advantages_by_group(groups, advantages_of_rank(ports.advantage, parts, ports.train_rank))
     try:
-        return reader.advantages(groups)
+        with ports.recorder.work("train pump", "advantages"):
+            return reader.advantages(groups)
     except Exception as error:
         # An estimator of the whole step cannot be tried on one group, so no group can be blamed.
         if ports.advantage.needs_whole_step:

@@ -207,7 +207,8 @@ class TrainPump:
             # The weights have changed, so the step must be committed even if this task is cancelled.
             with anyio.CancelScope(shield=True):
                 groups = await self._commit(step)
-                parts = [self._part(step, groups)]
+                with ports.recorder.work("train pump", "count"):
+                    parts = [self._part(step, groups)]
                 try:
                     # A collective, which every rank runs once after each committed step. The next collective (time limit, next
                     # step) comes later.
@@ -278,7 +279,8 @@ class TrainPump:
         if len(parts) < self._ports.ranks:
             metrics["train/ranks_reported"] = len(parts)
         advantages = {rows.group_id: np.asarray(rows.columns[ADVANTAGES]) for rows in step.rows}
-        self._on_step(StepReport(result.version, result, metrics, groups, advantages))
+        with self._ports.recorder.work("train pump", "report"):
+            self._on_step(StepReport(result.version, result, metrics, groups, advantages))
 
     def _result(self, step: Step) -> StepResult:
         """The result of the last pass over the batch. If the last pass was cut off: the result of the last optimizer steps."""

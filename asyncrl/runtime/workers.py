@@ -132,7 +132,8 @@ async def _open_nodes(
 async def _open_stripes(run: OpenRun, desk: OrderDesk) -> tuple[Stripes, ThreadLane]:
     world, device = run.world, run.decided.device
     on_start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    lane = await run.stack.enter_async_context(ThreadLane("weights", run.recorder, on_start))
+    # Between two broadcasts the lane has nothing to do while the device's own lane computes: no idle time of the device.
+    lane = await run.stack.enter_async_context(ThreadLane("weights", run.recorder, on_start, in_budget=False))
     stripes = Stripes(f"rank {world.rank}", desk.store, device, run.config.watchdog.loop_timeout_s)
     run.stack.push_async_callback(lane.run, stripes.close, name="weights/close")
     return stripes, lane

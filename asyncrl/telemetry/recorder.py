@@ -183,6 +183,7 @@ class Recorder:
         self._waits_for_user = self._waits_for_engine = 0
         self._user_wait: WaitSpan | None = None
         self._lane_end: dict[str, float] = {}  # lane -> end of its last closure on the host
+        self._outside_budget: set[str] = set()  # lanes
         self._devices: dict[str, DeviceTimes] = {}
         self._window_start = self.started
         self._reset_metrics()
@@ -342,10 +343,13 @@ class Recorder:
 
     # ---- intervals of the step
 
-    def register_lane(self, lane: str) -> None:
-        """Count the idle time of this lane from now on, although it has not run a closure yet."""
+    def register_lane(self, lane: str, *, in_budget: bool = True) -> None:
+        """Count the idle time of this lane from now on, although it has not run a closure yet. `in_budget`: False leaves the lane
+        out of every window."""
         with self._lock:
             self._lane_end.setdefault(lane, self.clock())
+            if not in_budget:
+                self._outside_budget.add(lane)
 
     def register_device(self, lane: str, new_event: Callable[[], DeviceEvent]) -> None:
         """Count the later closures of this lane with the device's time. Call this on the lane's thread, after it has chosen its
@@ -377,7 +381,7 @@ class Recorder:
             self._busy = [interval for interval in busy if interval.end > end]
             self._idle = [interval for interval in idle if interval.end > end]
             self._window_start = end
-            lanes = tuple(self._lane_end)
+            lanes = tuple(lane for lane in self._lane_end if lane not in self._outside_budget)
             open_spans = list(self._open_spans.values())
             waits = [wait for wait in (*self._waits.values(), self._user_wait) if wait and wait.cause]
         for span in open_spans:

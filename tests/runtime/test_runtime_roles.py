@@ -72,6 +72,11 @@ def test_roles_train_the_weights_of_one_rank(
     """Only rank 0 has the weights of the other run."""
     outputs = run_ranks(tmp_path, with_roles(SYNC, trains, generates, **distributed), 3, "", OTHER, OTHER)
     check_equal(tmp_path / "runs/run", alone, outputs[0])
+    # The lane of the broadcasts waits while the lane of the same device computes. That is no idle time.
+    shares = {
+        name for line in metrics_of(tmp_path / "runs/run") for name in line if name.startswith(("busy/", "idle/"))
+    }
+    assert shares and not any("/weights" in name for name in shares), shares
     # Each group is in the files of the rank that trained it.
     files = (tmp_path / "runs/run/rollouts").rglob("step_*.jsonl")
     groups = Counter(row["group_id"] for path in files for row in read_jsonl(path))

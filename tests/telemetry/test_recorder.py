@@ -387,6 +387,17 @@ def test_properties(busy: list[Interval], idle: list[Interval]) -> None:
     assert joined.shares() == pytest.approx({**dict.fromkeys(joined.shares(), 0.0), **whole.shares()}, abs=1e-9)
 
 
+def test_a_lane_outside_the_budget_changes_no_share() -> None:
+    now = [0.0]
+    recorder = Recorder(lambda: now[0])
+    recorder.register_lane("cpu")
+    recorder.register_lane("weights", in_budget=False)
+    for lane in ("weights", "cpu"):
+        with recorder.lane_busy(lane, "train/step"):
+            now[0] += 1.0
+    assert RunBudget().step(recorder.take_window()) == {"busy/train": 0.5, "idle/unexplained": 0.5}
+
+
 def test_a_recorder_that_records_every_gap_leaves_nothing_unexplained() -> None:
     now = [0.0]
     recorder = Recorder(lambda: now[0])
