@@ -101,6 +101,8 @@ class RewardPool:
         # Callers wait here for a worker, in order.
         self._coroutine_turn, self._blocking_turn = anyio.Lock(), anyio.Lock()
         self._changed = anyio.Event()
+        # Gets no further call: an isolated call waits until this worker's calls have ended.
+        self._reserved: RewardWorker | None = None
         # The columns' names for each source of rows. A function that needs another column is refused when the pool opens.
         self.columns: Sequence[Sequence[str]] = ()
         self.progress: Callable[[], Mapping[str, Any]] = lambda: {"global_step": 0, "max_steps": None}
@@ -282,17 +284,25 @@ class RewardPool:
         """A worker with room for this call. Errors: LifecycleError if the pool is closed, RewardError if it is broken."""
         # Callers of the same kind get workers in the order in which they asked.
         async with self._blocking_turn if call.alone else self._coroutine_turn:
-            while True:
-                # Yield first, so that the event loop notices workers that have died, and the call gets none of them.
-                await anyio.lowlevel.checkpoint()
-                if not self._open:
-                    raise LifecycleError("the reward pool was closed while a group waited for a worker")
-                if self._broken is not None:
-                    raise RewardError(f"reward workers cannot be replaced: {self._broken}") from self._broken
-                if (process := self._with_room(call)) is not None:
-                    process.calls.add(call)
-                    return process
-                await self._changed.wait()
+            try:
+                return await self._wait_for_room(call)
+            finally:
+                if call.isolated:
+                    self._reserved = None
+                    self._notify()
+
+    async def _wait_for_room(self, call: RewardCall) -> RewardWorker:
+        while True:
+            # Yield first, so that the event loop notices workers that have died, and the call gets none of them.
+            await anyio.lowlevel.checkpoint()
+            if not self._open:
+                raise LifecycleError("the reward pool was closed while a group waited for a worker")
+            if self._broken is not None:
+                raise RewardError(f"reward workers cannot be replaced: {self._broken}") from self._broken
+            if (process := self._with_room(call)) is not None:
+                process.calls.add(call)
+                return process
+            await self._changed.wait()
 
     def _notify(self) -> None:
         """Wake the callers that wait: a worker has room, or the pool is closed or broken."""
@@ -300,18 +310,21 @@ class RewardPool:
         self._changed = anyio.Event()
 
     def _with_room(self, call: RewardCall) -> RewardWorker | None:
-        """The worker with the fewest calls, of those with room."""
+        """The worker with the fewest calls, of those with room. An isolated call needs a worker without calls: while there is none,
+        one worker gets no further calls."""
+        serving = [process for process in self._alive if process.serving and not process.hung_up]
+        serving.sort(key=lambda process: (len(process.calls), process.slot))
+        if call.isolated:
+            if self._reserved not in serving:
+                self._reserved = next(iter(serving), None)
+            return next((process for process in serving if not process.calls), None)
         # A blocking call stops the coroutines of its worker, so their number does not matter.
         most_running = math.inf if call.alone else max(0, self._config.concurrency - call.size)
-        fit = [
-            process
-            for process in self._alive
-            if process.serving
-            and not process.hung_up
-            and (not process.calls or sum(c.size for c in process.calls) <= most_running)
-            and not any(c.alone for c in process.calls)
-        ]
-        return min(fit, key=lambda process: (len(process.calls), process.slot), default=None)
+        for process in serving:
+            has_room = not process.calls or sum(c.size for c in process.calls) <= most_running
+            if has_room and process is not self._reserved and not any(c.alone for c in process.calls):
+                return process
+        return None
 
     def _release(self, process: RewardWorker, call: RewardCall) -> None:
         process.calls.discard(call)
@@ -461,9 +474,9 @@ class RewardPool:
     async def _try_once(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
         """One try. A call whose worker died because of another call is sent a second time."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
-        alone, was_resent = not function.asynchronous, False
+        alone, isolated, was_resent = not function.asynchronous, False, False
         while True:
-            call = RewardCall(f"{what} of {who}", alone, request["completions"])
+            call = RewardCall(f"{what} of {who}", alone, request["completions"], isolated)
             with (
                 self._recorder.wait(who, what, on="a reward worker with room", cause="reward"),
                 self._recorder.timed("time/reward_queue"),
@@ -484,8 +497,9 @@ class RewardPool:
                 may_be_innocent = process.kill_reason or (function.asynchronous and others)
                 if was_resent or not may_be_innocent:
                     raise RewardCrash(crashed) from None
-                # After a crash, which any of the calls may have caused, send this call alone.
-                alone, was_resent = alone or not process.kill_reason, True
+                # Any of the calls may have caused a crash, so this call runs without others.
+                isolated, was_resent = not process.kill_reason, True
+                alone |= isolated
                 logger.warning("%s; the call is sent again", process.kill_reason or crashed)
 
     async def _answer(

@@ -53,6 +53,8 @@ class RewardCall:
     alone: bool
     # The number of completions.
     size: int
+    # Sent again after a crash that other calls may have caused: it begins in a worker without calls.
+    isolated: bool = False
     # The deadline of this scope is the deadline of the call.
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 

@@ -91,6 +91,38 @@ async def test_a_crash_names_who_was_there_and_fails_the_one_alone_that_crashes(
     )
 
 
+async def test_a_call_that_is_sent_again_after_a_crash_shares_its_worker_with_no_other(tmp_path, caplog, monkeypatch):
+    """It may be the one that crashes: others in its worker would be lost once more, and be blamed."""
+    gate, gate_of_start = tmp_path / "gate", asyncio.Event()
+    async with pool("judges", timeout_s=20, workers=2) as rewards, asyncio.TaskGroup() as tasks:
+
+        def call(word, group):
+            return tasks.create_task(components(rewards, word, group))
+
+        start = rewards._start
+
+        async def start_later():
+            await gate_of_start.wait()
+            return await start()
+
+        monkeypatch.setattr(rewards, "_start", start_later)
+        call(str(gate), 0)
+        await until(lambda: at_work(rewards) == 1)
+        running = call(str(gate), 1)
+        await until(lambda: at_work(rewards) == 2)
+        crashing = asyncio.create_task(components(rewards, "exit", 7))
+        await until(lambda: caplog.text.count("the call is sent again") == 2)
+        # Both wait for the worker that lives, which gets no further call.
+        await until(lambda: rewards._reserved is not None)
+        late = call("go", 2)
+        gate.touch()
+        await asyncio.wait([crashing])
+        gate_of_start.set()
+    with pytest.raises(RewardCrash, match=r"'judges' crashed .group 7.: .* and is being replaced$"):
+        await crashing
+    assert late.result() != running.result()
+
+
 async def test_a_function_that_is_not_async_stops_the_coroutines_and_their_clocks(tmp_path):
     gate = tmp_path / "gate"
     async with pool("judges", "blocks", timeout_s=2) as rewards, asyncio.TaskGroup() as tasks:
