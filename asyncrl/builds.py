@@ -1,6 +1,6 @@
 """Optional parts of the installation: extras of the package, and native libraries that are built from source.
 
-A library that was built from other source code may expect other arguments, so such a library is refused.
+A native library is used only if it was built from the present source code, because its functions may expect other arguments.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 
 def native_enabled() -> bool:
-    """False if the environment has `ASYNCRL_NATIVE=0`, which turns native code off for comparisons."""
+    """False if the environment has `ASYNCRL_NATIVE=0`. The run then uses torch or Python in place of native code."""
     return os.environ.get("ASYNCRL_NATIVE", "1") != "0"
 
 
 def install_command(extra: str) -> str:
-    """The pip command that installs an extra of this package: from the checkout if the package is in one, otherwise by name."""
+    """The pip command that installs an extra of asyncrl, from the checkout if asyncrl runs in one, otherwise by name."""
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "pyproject.toml").exists():
         return f"pip install 'asyncrl[{extra}]'"
@@ -31,8 +31,8 @@ def checksum(sources: Sequence[Path]) -> int:
 
 
 def is_current_build(library: str, stamp: int, sources: Sequence[Path]) -> bool:
-    """Whether `stamp`, the checksum in the library, is that of `sources`. Warns if not. Always True without source files, which
-    only an editable installation has."""
+    """Whether `stamp`, the checksum in the library, equals the checksum of `sources`. Warns if not. True if a source file is
+    missing, because only an editable installation has the sources."""
     if not all(source.exists() for source in sources) or stamp == checksum(sources):
         return True
     names = ", ".join(source.name for source in sources)

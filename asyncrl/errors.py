@@ -1,7 +1,7 @@
-"""Every error that asyncrl raises on purpose, with the exit code of a run that the error ends (table: docs/failures.md).
+"""The errors that asyncrl raises for a user, with the exit code of a run that the error ends (table: docs/failures.md).
 
 A run stopped by SIGINT, SIGTERM or SIGHUP exits with 130, 143 or 129 (main.py).
-Each message says what was requested, what was found, and what to do.
+A message says, as far as it can, what was requested, what was found, and what to do.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _SHORTAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 class AsyncrlError(Exception):
-    """Base of the tree. `exit_code`: the exit code of a run that this error ends."""
+    """Base class. `exit_code`: the exit code of a run that this error ends."""
 
     exit_code = 1
 
 
 class ConfigError(AsyncrlError, ValueError):
-    """A setting is unknown, out of bounds or contradicts another setting. The message names the setting and a remedy."""
+    """A setting is unknown, out of bounds, contradicts another setting, or names something that cannot be used."""
 
     exit_code = 2
 
 
 class DataError(AsyncrlError, ValueError):
-    """Prompts or pushed trajectories cannot be used. The message names the file and row, or the group.
+    """Prompts, trajectories or other data that the program passes cannot be used. The message says which.
 
-    `groups`: ids of the groups that a step cannot use, where the ids are known.
+    `groups`: ids of the groups that a step cannot use; empty if not known.
     """
 
     exit_code = 2
@@ -41,7 +41,7 @@ class DataError(AsyncrlError, ValueError):
 
 
 class PlatformError(AsyncrlError):
-    """This machine lacks something that is needed, such as a kind of device, shared memory, a secret or the other ranks."""
+    """This machine lacks what the run needs, such as a kind of device, shared memory, a secret or a connection to other ranks."""
 
     exit_code = 2
 
@@ -49,7 +49,7 @@ class PlatformError(AsyncrlError):
 class DivergenceError(AsyncrlError):
     """A loss, gradient, weight or logit is not finite, or samplers, trainer or ranks disagree on weights or log-probs.
 
-    `groups`: ids of the groups whose part of a step is not finite, where the ids are known.
+    `groups`: ids of the groups whose loss or gradient is not finite; empty if not known.
     `unusable_weights`: if True, no checkpoint of the weights is written, even if each weight is finite.
     """
 
@@ -59,13 +59,13 @@ class DivergenceError(AsyncrlError):
 
 
 class StallError(AsyncrlError):
-    """No task made progress for too long. The message names the waiting tasks and what each task waits for."""
+    """The run, its end, or a group of `door.ring` (with `door.on_timeout: error`) made no progress for too long."""
 
     exit_code = 4
 
 
 class CheckpointError(AsyncrlError):
-    """A checkpoint could not be written, or a resume cannot read its checkpoint. The message names the path."""
+    """A checkpoint could not be written, or a run cannot be resumed from its checkpoint."""
 
     exit_code = 5
 
@@ -77,17 +77,17 @@ class DirectoryLost(AsyncrlError):
 
 
 class RewardError(AsyncrlError):
-    """A reward function or model raised, or returned an invalid reward. The message names the function or model."""
+    """A reward function or model raised, or returned an invalid reward, or a reward worker cannot be started."""
 
     exit_code = 6
 
 
 class RewardTimeout(RewardError):
-    """A reward function did not answer before its deadline. The call was cancelled, or its worker process killed."""
+    """A reward function did not load or answer before its deadline. A late coroutine is cancelled, a late worker process killed."""
 
 
 class RewardCrash(RewardError):
-    """The worker process of a reward function died during a call, and was replaced."""
+    """The worker process of a reward function died during a call or a load, or could not be started."""
 
 
 class GenerationError(AsyncrlError):
@@ -97,7 +97,7 @@ class GenerationError(AsyncrlError):
 
 
 class EpisodeLimit(GenerationError):
-    """A request exceeds `rollout.max_turns` or `rollout.max_context`. The tokens that the episode sampled before are trained."""
+    """A request exceeds `rollout.max_turns`, `rollout.max_context` or `train.tokens_per_microbatch`. Earlier tokens are trained."""
 
 
 class EngineClosed(GenerationError):
@@ -117,45 +117,45 @@ class WorkerDied(GenerationError):
 
 
 class TrainStepError(AsyncrlError, RuntimeError):
-    """Groups failed in a step, and the message names them. Or a method of the split train step was called in the wrong state, and
-    the call changed nothing."""
+    """A train step failed for the groups that the message names. Or a method of `Trainer` was called in the wrong state, such as
+    `finish_train_step` without an open step; that call changed nothing."""
 
     exit_code = 8
 
 
 class LedgerError(AsyncrlError, RuntimeError):
-    """The counts of slots and places would become wrong. The cause is a bug or, with several ranks, a setting
-    that differs between ranks."""
+    """The ledger's counts of groups would become wrong. The cause is a bug or, with several ranks, a setting that differs between
+    ranks."""
 
     exit_code = 9
 
 
 class VersionAhead(LedgerError, ValueError):
-    """A token has a version that no step has reached: it is of another policy, or of an earlier run of this name."""
+    """A token has a policy version that this run has not reached: the token is of another policy, or of an earlier run."""
 
 
 class LifecycleError(AsyncrlError, RuntimeError):
-    """An object was opened twice, used before opening or after closing, or closed in another task."""
+    """A method was called at the wrong time or in the wrong place, such as before opening, after closing, or in another task."""
 
     exit_code = 10
 
 
 class TransportError(AsyncrlError):
-    """Shared memory, or the process at its other end, is in a wrong state."""
+    """Shared memory, or the other process that maps this memory, is in a wrong state."""
 
     exit_code = 11
 
 
 class ArenaOwned(TransportError):
-    """A live process owns the segment. A process that SIGSTOP suspended counts as live."""
+    """A live process owns the segment of shared memory. A process that SIGSTOP suspended counts as live."""
 
 
 class OutOfMemory(TransportError, MemoryError):
-    """Memory ran out. Shared memory is allocated at creation, so the first touch of a page cannot end in SIGBUS."""
+    """Memory ran out. All pages of shared memory are allocated at its creation: this error replaces a SIGBUS at a later access."""
 
 
 class SegmentDamaged(TransportError):
-    """The file is no segment, or its header was overwritten. Such a file is never unlinked automatically."""
+    """The file is no segment of shared memory, or its header was overwritten. Only `asyncrl shm clear` unlinks the file."""
 
 
 class RecordError(TransportError, ValueError):
@@ -171,7 +171,7 @@ class RingFull(TransportError, TimeoutError):
 
 
 class RingDetached(TransportError, ConnectionError):
-    """Nobody owns the ring, or its owner refused this producer or did not answer."""
+    """No process owns the ring, or its owner refused this producer, or the owner did not answer."""
 
 
 class HookError(AsyncrlError):
@@ -210,8 +210,8 @@ def name_shortage(error: BaseException, work: str) -> BaseException:
 
 
 def shown(value: object) -> str:
-    """`repr(value)`; of a longer text the first 80 characters and "...". Python has no `repr` for an integer of more than 4,300
-    digits, and the answer of a model may have such an integer."""
+    """`repr(value)`, cut after 80 characters. Python has no `repr` for an integer of more than 4,300 digits, which a model may
+    write; the result then names only the type."""
     try:
         text = repr(value)
         return text if len(text) <= 80 else f"{text[:80]}..."

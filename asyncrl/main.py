@@ -2,9 +2,9 @@
 
 Exit codes are those of `asyncrl.errors` (0 done, 1 unexpected, 2 configuration, 3 divergence, 4 stall, ...). After SIGINT,
 SIGTERM or SIGHUP the run aborts the open step, saves the last version (`checkpoint.save_final`), and exits with 130, 143 or 129.
-A second SIGINT or SIGTERM ends the process at once, with two exceptions. No signal interrupts a checkpoint that is being written.
-A signal within `SECOND_SIGNAL_AFTER_S` of the first is ignored: if a job is stopped, each rank gets SIGTERM twice, from the user
-and from torchrun. If torchrun ends, its ranks get SIGTERM (distributed/launcher.py). A closed stdout or stderr ends no run.
+A later SIGINT or SIGTERM ends the process at once, with two exceptions. A checkpoint that is being written is finished first. A
+signal within `SECOND_SIGNAL_AFTER_S` of the first signal is ignored: if a user stops a job, each rank gets SIGTERM twice, from
+the user and from torchrun. If torchrun ends, its ranks get SIGTERM (distributed/launcher.py). A closed stdout is no error.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from asyncrl.transport.rings.record_ring import RecordRing
 
 SECOND_SIGNAL_AFTER_S = 5.0
-STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 USAGE = "usage: asyncrl run CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [--dry-run [--assume-devices 8xH100]] [--help]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. `arguments`: those of the process by default. Returns the exit code."""
+    """Run the command. `arguments`: `sys.argv[1:]` by default. Returns the exit code."""
     with lossy_output():
         return run_program(_main, arguments)
 
 
 def _main(arguments: list[str]) -> int:
-    # Imports are deferred: the schema takes a third of a second, torch and transformers take seconds. A misspelled
-    # command or setting is reported before torch is imported.
+    # Imports are deferred: the schema's import takes a third of a second, and the imports of torch and transformers take seconds.
+    # So a misspelled command or setting is reported before torch is imported.
     if "--help" in arguments or "-h" in arguments:
         print(USAGE, flush=True)
         from asyncrl.config.describe import help_text
@@ -88,7 +88,7 @@ def _start(arguments: list[str]) -> int:
 
 
 def report_errors(start: Callable[[], int]) -> int:
-    """The exit code of `start()`. An error of asyncrl, or a lack of descriptors or threads, is printed on stderr."""
+    """The exit code of `start()`. Prints an AsyncrlError, or a lack of descriptors or threads, on stderr. Raises other errors."""
     try:
         return start()
     except AsyncrlError as error:
@@ -116,7 +116,7 @@ def report_errors(start: Callable[[], int]) -> int:
 
 
 def _assumed_devices(arguments: list[str], dry_run: bool) -> tuple[str | None, list[str]]:
-    """(value of `--assume-devices`, or None; the other arguments). Errors: ConfigError without `--dry-run`."""
+    """(value of `--assume-devices`, or None; the other arguments). Errors: ConfigError for this option without `--dry-run`."""
     option = "--assume-devices"
     index = next((n for n, argument in enumerate(arguments) if argument.partition("=")[0] == option), None)
     if index is None:
@@ -142,8 +142,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(config: Config, launcher: Launcher | None = None, world: World | None = None) -> int:
-    """Run `config` in this process, on uvloop if installed. Call `check_start` first. `world`: of a node that joined a run; such
-    a node needs no `check_start`. Returns the exit code. Errors: AsyncrlError."""
+    """Run `config` in this process, on uvloop if installed. Returns the exit code. Errors: AsyncrlError. Call `check_start` first,
+    unless this is a node that joins a run: only such a node passes `world`. `launcher`: from `tie_to_launcher`."""
     # The thread pool of the tokenizers library would compete with the training thread for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Imports create almost no garbage, and take a sixth less time without the collector.
@@ -194,7 +194,7 @@ async def _run(config: Config, launcher: Launcher | None, world: World | None) -
     def stop(received: signal.Signals) -> None:
         nonlocal stopped_at
         if stop_signals:
-            # A terminal that closes sends SIGHUP twice.
+            # A SIGHUP after another signal changes nothing: a terminal that closes sends SIGHUP twice.
             if received is not signal.SIGHUP and loop.time() - stopped_at >= SECOND_SIGNAL_AFTER_S:
                 _end_at_once(received, runtime)
             return
@@ -204,17 +204,17 @@ async def _run(config: Config, launcher: Launcher | None, world: World | None) -
             launcher.untie()
         runtime.expect_end(received.name)
         if ring is not None:
-            # Producers that wait for room get their error now, and not only after the checkpoint.
+            # A producer's `put` that waits for room must raise now, and not only after the checkpoint.
             ring.end_intake()
         scope.cancel()
         why = f"torchrun (process {launcher.pid}) has ended" if launcher and launcher.has_ended else received.name
         save = " and writing a checkpoint" if config.checkpoint.save_final else ""
         doing = f"aborting the open step{save}" if world is None else "leaving the run"
-        text = f"\nasyncrl: {why}: {doing}; another signal after {SECOND_SIGNAL_AFTER_S:g} s ends the process at once"
+        text = f"\nasyncrl: {why}: {doing}; SIGINT or SIGTERM after {SECOND_SIGNAL_AFTER_S:g} s ends the process"
         print(text, file=sys.stderr, flush=True)
 
-    for handled in STOPPED_BY:
-        # Under nohup SIGHUP is ignored.
+    for handled in HANDLED_SIGNALS:
+        # Under nohup this process ignores SIGHUP, and must go on to ignore it.
         if handled is not signal.SIGHUP or signal.getsignal(handled) is not signal.SIG_IGN:
             loop.add_signal_handler(handled, stop, handled)
     with scope:
@@ -241,7 +241,7 @@ async def _run(config: Config, launcher: Launcher | None, world: World | None) -
 
 
 def _end_at_once(received: signal.Signals, runtime: Runtime) -> None:
-    """End by the signal's default action, as a shell expects. A checkpoint that is being written is finished first."""
+    """End by the signal's default action, as a shell expects. During a checkpoint only print a line, and let the shutdown go on."""
     if runtime.saving():
         print("asyncrl: the process ends once the checkpoint is written", file=sys.stderr, flush=True)
         return
@@ -252,7 +252,7 @@ def _end_at_once(received: signal.Signals, runtime: Runtime) -> None:
 
 @contextlib.asynccontextmanager
 async def open_ring(config: Config) -> AsyncIterator[RecordRing | None]:
-    """Open the record ring of `door.ring`, or yield None if the setting is null. Prints how many records remain at the end."""
+    """Open the record ring of `door.ring`, or yield None if the setting is null. At the end prints how many records remain."""
     from asyncrl.runtime.door import ring_of
 
     if config.door.ring is None:
@@ -298,7 +298,7 @@ async def open_doors(runtime: Runtime, ring: RecordRing) -> None:
             if door.http_key == "":
                 runtime.note('WARNING: door.http_key is "": every program of this machine may post groups to the run')
     finally:
-        # Producers that wait for room get their error now, and not only after the last checkpoint.
+        # A producer's `put` that waits for room must raise now, and not only after the last checkpoint.
         ring.end_intake()
 
 

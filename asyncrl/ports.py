@@ -43,11 +43,11 @@ class Engine(Protocol):
         ...
 
     def end_session(self, session: str) -> None:
-        """No request of this session follows: free its keys and values. May be called again, and after closing."""
+        """Free the keys and values of a session, after its last request. May be called again, and after the engine is closed."""
         ...
 
     def statistics(self) -> dict[str, float]:
-        """Counts by name: `running` and `waiting` requests, all sampled `tokens`, `decode_steps`, and more."""
+        """Counts by name. Now: `running` and `waiting` requests. Since the opening: sampled `tokens`, `decode_steps`, and more."""
         ...
 
 
@@ -65,19 +65,20 @@ class PinnedVersion(Protocol):
 
 @runtime_checkable
 class PinsVersions(Protocol):
-    """An engine with several workers, of which one may be pinned."""
+    """An engine with several workers. An evaluation pins one of them."""
 
     async def pin(self, version: int) -> PinnedVersion | None:
-        """Pin one worker to `version`. None: `version` is old, fewer than two workers have it, or a worker is already pinned."""
+        """Pin one worker to `version`, after an earlier pin has ended. None: a newer version exists, fewer than two workers have
+        `version`, or a concurrent call has pinned a worker."""
         ...
 
 
 @runtime_checkable
 class WeightSink(Protocol):
-    """A receiver of new weights. The slots of a step are released after every sink has the weights of that step."""
+    """A receiver of new weights. The ledger releases the slots of a step once every sink has the weights of that step."""
 
     async def update_weights(self, version: int) -> None:
-        """Returns once every token that will be sampled has `version` or a later version. Tokens of a pin are exempt."""
+        """Each token that is sampled after the return has `version` or a later version, except for tokens of a pinned worker."""
         ...
 
 
@@ -94,7 +95,7 @@ class Environment(Protocol):
     """Plays episodes. The trajectory has no reward unless the environment computes the reward itself."""
 
     async def run(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory:
-        """Play member `member` of `group_size` for `prompt`. Call `generate` once for each reply of the episode."""
+        """Play the episode of `member` (from 0) of the prompt's group. Call `generate` once for each reply of the episode."""
         ...
 
 
@@ -102,26 +103,26 @@ class Reward(Protocol):
     """Scores trajectories in other processes or threads, which the creator of the object starts and ends."""
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The same trajectories with `reward` and `components`. Errors: `RewardError`, depending on the settings of rewards."""
+        """The same trajectories with `reward` and `components`. Errors: `RewardError`, depending on `reward.on_error`."""
         ...
 
 
 class Trainer(Protocol):
     """The train step of one rank, in several calls. At most one step is open. Calls run in the order in which they were made.
 
-    | call     | if no step is open        | if a step is open                                 |
-    |----------|---------------------------|---------------------------------------------------|
-    | begin    | opens                     | TrainStepError "already open", state unchanged    |
-    | micro    | TrainStepError            | adds gradients, returns None                      |
-    | finish   | TrainStepError            | reduces, updates weights, closes, returns result  |
-    | abort    | no effect                 | zeroes gradients, closes; keeps the weights       |
+    | call                | if no step is open | if a step is open                                                  |
+    |---------------------|--------------------|--------------------------------------------------------------------|
+    | `begin_train_step`  | opens a step       | TrainStepError "already open", state unchanged                     |
+    | `train_microbatch`  | TrainStepError     | adds gradients                                                     |
+    | `finish_train_step` | TrainStepError     | all-reduces gradients, updates weights, closes the step            |
+    | `abort_train_step`  | no effect          | zeroes gradients, keeps the weights, closes the step               |
 
-    A cancelled caller does not cancel work that already runs; `abort_train_step` waits for its end.
+    A cancelled caller does not stop work that already runs. `abort_train_step` waits for the end of that work.
     """
 
     @property
     def version(self) -> int:
-        """The policy version: the number of finished steps of the whole run, those without scored tokens included."""
+        """The policy version: the number of finished steps. Steps before a resume, and steps whose loss has no tokens, count."""
         ...
 
     async def begin_train_step(self, loss: Any) -> None:
@@ -135,7 +136,7 @@ class Trainer(Protocol):
     async def finish_train_step(self) -> StepResult:
         """Divide the gradient by the loss's normaliser over all ranks, and step the optimizer to the next version. A collective.
         Errors leave the weights unchanged: `TrainStepError` for a step without sequences, `DataError` for unknown token ids,
-        `DivergenceError` for a loss or gradient that is not finite, or a sampler beyond `algorithm.mismatch_gate`."""
+        `DivergenceError` for a loss or gradient that is not finite, or a step that exceeds `algorithm.mismatch_gate`."""
         ...
 
     async def abort_train_step(self) -> None:
@@ -145,21 +146,22 @@ class Trainer(Protocol):
     async def compute_logprobs(
         self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
     ) -> Float32Array:
-        """Log-probs [S] of the scored tokens at the batch's temperatures. Computes no gradient and keeps existing gradients."""
+        """Log-probs [S] of the tokens with loss mask 1, at the batch's temperatures. Computes no gradient, and keeps old ones."""
         ...
 
     async def survey(self, loss: Any, batches: Sequence[Microbatch]) -> tuple[Any, list[Microbatch]]:
         """Exchange sums over the whole step, for a loss with `needs_whole_step`. Returns the loss and the microbatches with these
-        sums. A collective: each rank calls it before `begin_train_step`, also with no microbatches."""
+        sums. A collective: each rank calls it before `begin_train_step`, even a rank without microbatches."""
         ...
 
 
 class Ledger(Protocol):
     """Admits groups and gives them places in steps, for one or several ranks.
 
-    A *turn* is the number of a batch: the policy version, if a batch takes one optimizer step. The reservation rule: a ready
-    group gets a place in turn `v` only if, for every j >= 0, the other live groups with a deadline <= v + j still fit into the
-    free places of the turns up to v + j. `distributed/reservation.py` has the proof.
+    A *turn* is the number of a batch, from 0: the policy version, if a batch takes one optimizer step. A *slot* lets one group
+    exist. A *place* lets one group be trained in the open step. The reservation rule: a ready group gets a place in turn `v` only
+    if, for every j >= 0, the other live groups with a deadline <= v + j fit into the places that remain free in the turns up to
+    v + j. `distributed/reservation.py` has the proof.
     """
 
     @property
@@ -173,27 +175,25 @@ class Ledger(Protocol):
         ...
 
     async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
-        """Wait for a slot. `oldest`: for a group from outside, the turn of its oldest token; None for a fresh group.
-
-        Returns None if a group from outside is too old: it could only be trained in time if another group were dropped.
-        """
+        """Wait for a slot. `oldest`: for a group from outside, the turn of its oldest token; None for a fresh group. Returns None
+        if a group from outside is too old: it could only be trained in time if another group were dropped."""
         ...
 
     def due(self) -> int:
         """How many fresh groups of this rank's share in the open step can still be admitted without waiting. 0 if ranks have no
-        shares."""
+        shares, or after `exhaust` on any rank."""
         ...
 
     async def claim(self, ready: Sequence[Ticket]) -> tuple[ClaimState, Ticket | None]:
-        """Claim a place for the first group of `ready` that may have one now. Does not wait for other groups."""
+        """Claim a place for the first group of `ready` that may have a place now. Does not wait for a place."""
         ...
 
     async def assign(self, ticket: Ticket, tokens: int) -> int:
-        """The training rank that gets this scored group of this rank. `tokens`: the group's tokens in a forward pass."""
+        """The training rank that gets this group, which this rank has generated. `tokens`: the group's tokens in a forward pass."""
         ...
 
     async def arrive(self, ticket: Ticket, sender: int) -> bool:
-        """Move a group from the rank `sender` to this rank. False: `sender` has the group no more, so the caller discards it.
+        """Move a group from the rank `sender` to this rank. False: `sender` no longer has the group; discard the copy.
         A repeated call has the same result until the group is trained or dropped. Errors: LedgerError if `sender` is lost."""
         ...
 
@@ -207,7 +207,7 @@ class Ledger(Protocol):
         ...
 
     async def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"], reason: str) -> None:
-        """Release the slot of an unclaimed group."""
+        """Release the slot of a group that is in no step. The metric `groups/OUTCOME/REASON` counts the group."""
         ...
 
     async def exhaust(self) -> None:
@@ -228,16 +228,16 @@ class Ledger(Protocol):
         ...
 
     def remote_cause(self) -> str | None:
-        """A text about the group that the open step waits for, if another rank has that group. Any thread may call this."""
+        """A text about the group that the open step waits for, or None if this rank has that group. Any thread may call this."""
         ...
 
     def live_groups(self, *, everywhere: bool = False) -> list[Ticket]:
-        """This rank's admitted and untrained groups, those of the open step included, sorted by group id. On rank 0 `everywhere`
-        adds the groups of the other ranks."""
+        """This rank's admitted groups that are not trained yet, groups of the open step included, sorted by group id. On rank 0
+        `everywhere` adds the groups of the other ranks."""
         ...
 
     def last_step(self, rank: int) -> list[int]:
-        """Ids of the groups of `rank` in the newest step that any rank has committed. `rank` may have died. Only rank 0 may ask."""
+        """Ids of the groups that `rank`, connected or lost, has in the newest step that any rank has committed. Only for rank 0."""
         ...
 
     async def commit(self) -> int:

@@ -3,7 +3,7 @@
 This module does not import torch: environments, rewards and other processes may run without torch. Arrays are one-dimensional
 numpy arrays on the host, unless a shape says otherwise. The lane, the thread that owns the device, makes tensors of the arrays.
 
-Shape legend: L tokens of one trajectory, C tokens of one completion, P tokens of a prompt, G trajectories of a group,
+Shape legend: L tokens and t replies of one trajectory, C tokens of one completion, P tokens of a prompt, G trajectories of a group,
 T packed tokens of a microbatch, S scored tokens (loss mask 1), B sequences and N nodes of a microbatch.
 """
 
@@ -35,30 +35,30 @@ class FinishReason(StrEnum):
     """Why a completion ended."""
 
     STOP = "stop"  # end-of-sequence token, stop token or stop string
-    LENGTH = "length"  # max_tokens reached
-    ABORT = "abort"  # the caller cancelled the request
+    LENGTH = "length"  # max_tokens or rollout.max_context reached
+    ABORT = "abort"  # another process cancelled the request
 
 
 class Normaliser(StrEnum):
     """The divisor of the sum of a loss term or metric. Sums are divided when the whole step is known."""
 
-    TOKENS = "tokens"  # tokens with loss mask 1
-    SEQUENCES = "sequences"  # all sequences, even fully masked
-    SEQUENCES_X_MAX_LENGTH = "sequences_x_max_length"  # sequences times the configured max completion length
-    # Microbatches of all ranks. For a sum of means of microbatches (bnpo), which is refused for streamed steps.
+    TOKENS = "tokens"  # number of tokens with loss mask 1
+    SEQUENCES = "sequences"  # number of all sequences, even fully masked
+    SEQUENCES_X_MAX_LENGTH = "sequences_x_max_length"  # number of sequences x the configured max completion length
+    # Microbatches of all ranks, for a sum of one mean per microbatch (bnpo). Not with rollout.streaming.
     MICROBATCHES = "microbatches"
     NONE = "none"  # not divided
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Temperature 0 is greedy. Filters, penalties and bans are off by default. The order: bias, repetition
-    penalty, frequency and presence penalty, bans (`bad_words`; stop tokens before `min_tokens`), temperature, top_k, top_p, min_p.
+    """How to sample. Temperature 0 is greedy. Filters, penalties and bans are off by default. Order: bias, repetition penalty,
+    frequency and presence penalty, bans (`bad_words`; stop tokens before `min_tokens`), temperature, top_k, top_p, min_p.
 
     logit_bias: token id -> number from -100 to 100 that is added to the logit of the token. repetition_penalty: for tokens in
     prompt and completion, as in transformers and vLLM. frequency_penalty, presence_penalty: for tokens in the completion, as in
-    OpenAI's API. bad_words: the token ids of each banned text; the last id is not sampled after the ids before it. min_tokens: a
-    shorter completion is not ended by a stop token or stop string.
+    OpenAI's API. bad_words: the token ids of each banned text; the last id is not sampled right after the ids before it.
+    min_tokens: no stop token or stop string ends a shorter completion.
     """
 
     temperature: float = 1.0
@@ -78,7 +78,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether bias, penalties or bans change the logits, beyond temperature and filters."""
+        """Whether a bias, penalty or ban is set. Temperature and filters do not count."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1, 0, 0) or bool(self.logit_bias or self.bad_words or self.min_tokens)
 
@@ -109,7 +109,7 @@ class Generation:
     """A sampled completion. If a stop token was sampled, `token_ids` ends with it."""
 
     token_ids: Int32Array  # [C]
-    # [C] nats over the whole vocabulary, before bias and penalties, at the sampling temperature (greedy: at temperature 1).
+    # [C] nats, of the softmax over the whole vocabulary before bias and penalties, at the temperature (greedy: at temperature 1).
     logprobs: Float32Array
     # [C] nats, of the distribution after bias, penalties, bans and filters (greedy: all 0).
     sampled_logprobs: Float32Array
@@ -131,23 +131,23 @@ class ChatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One tokenized row of the training data. `group_id`: the number of the row, counted over all epochs."""
+    """One tokenized row. `group_id`: its number in the stream of training prompts; larger if submitted; negative in evaluations."""
 
     group_id: int
     ids: Int32Array  # [P]
-    prompt: str | Messages  # as the user wrote it
+    prompt: str | Messages  # as the user wrote it, or decoded from given token ids
     columns: Mapping[str, Any] = field(default_factory=dict)  # the other columns of the row, for the rewards
     epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The tokens of one episode. Per-token columns are aligned to `tokens`. Log-probs are 0 where `mask` is False.
+    """The tokens of one episode. Per-token columns are aligned to `tokens`. Log-probs: 0 where `mask` is False; NaN: not known.
 
-    `reward` is None before scoring. A component that does not apply is None in `components`.
+    `reward` is None until it is computed, and if no component applies. A component that does not apply is None in `components`.
 
     An episode whose texts branch (sub-agents, a rewritten history) is a tree. `tokens` is then cut into segments, and `branches`
-    says which token each segment follows. A token that several texts share is there once, with its mask, log-probs and version.
+    says which token each segment follows. A token that several texts share is in `tokens` once, with one mask and version.
     The path of a token is the text that the model read to predict the token, and the token itself. Without `branches` all tokens
     are one text.
     """
@@ -155,14 +155,14 @@ class Trajectory:
     group_id: int
     member: int
     group_size: int
-    # The first P tokens, shared by the whole group. They lie in the first segment.
+    # P. The first P tokens are the prompt, and lie in the first segment. A group has one prompt, unless agents write prompts.
     prompt_length: int
     tokens: Int32Array  # [L]
     # [L] True where the policy sampled the token and the loss may train it.
     mask: BoolArray
-    logprobs: Float32Array  # [L] sampler, whole vocabulary, at `temperature`
-    sampled_logprobs: Float32Array  # [L] sampler, after bias, penalties, bans and filters
-    versions: Int32Array  # [L] sampling version; -1 where mask is False
+    logprobs: Float32Array  # [L] the sampler's, whole vocabulary, at `temperature`
+    sampled_logprobs: Float32Array  # [L] the sampler's, after bias, penalties, bans, filters
+    versions: Int32Array  # [L] policy version of the sampler; -1: none or not known
     temperature: float
     finish_reason: FinishReason
     completion: str | Messages = ""
@@ -175,13 +175,13 @@ class Trajectory:
     # [n, 2] rows (start, after), starts ascending: a segment begins at token `start`, and follows token `after` < start. If `after`
     # is -1, the segment begins a new text, whose first token is not sampled. The first segment begins at token 0 and has no row.
     branches: Int32Array | None = None
-    # [t] the first sampled token of each reply, ascending. None: all sampled tokens are one reply.
+    # [t] index of the first sampled token of each reply, ascending. None: all sampled tokens are one reply.
     turns: Int32Array | None = None
-    # [t] the reward of each reply. If `reward` differs from their sum, the last reply also gets the difference.
+    # [t] the reward of each reply. The last reply also gets `reward` minus the sum of `turn_rewards`.
     turn_rewards: tuple[float, ...] | None = None
 
     def segments(self) -> list[tuple[int, int, int]]:
-        """(start, end, after) of each segment: its tokens, and the token that it follows (-1: none)."""
+        """(start, end, after) of each segment, which has the tokens [start, end) and follows the token `after` (-1: none)."""
         rows = [] if self.branches is None else self.branches.tolist()
         starts, after = [0, *(start for start, _ in rows)], [-1, *(after for _, after in rows)]
         return list(zip(starts, [*starts[1:], int(self.tokens.size)], after, strict=True))
@@ -204,7 +204,7 @@ class Trajectory:
 
     @property
     def longest_path(self) -> int:
-        """Tokens of the longest text that the model read. Without branches this is the number of tokens."""
+        """Number of tokens of the longest path. Without branches this is the number of all tokens."""
         return int(self.tokens.size) if self.branches is None else int(self.positions().max()) + 1
 
     @property
@@ -220,13 +220,13 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a trained token. -1 if no token is trained."""
+        """The oldest policy version that sampled a trained token. -1 if no token is trained, or a version is not known."""
         sampled = self.versions[self.mask]
         return int(sampled.min()) if sampled.size else -1
 
     @property
     def newest_version(self) -> int:
-        """The newest policy version that sampled a trained token. -1 if no token is trained."""
+        """The newest policy version that sampled a trained token. -1 if no token is trained, or no version is known."""
         sampled = self.versions[self.mask]
         return int(sampled.max()) if sampled.size else -1
 
@@ -237,13 +237,13 @@ class Trajectory:
 
     @property
     def sampled_length(self) -> int:
-        """Number of tokens with mask True. Length penalties, filters and metrics count only these, and no tokens of tools."""
+        """Number of tokens with mask True, so without tokens of tools. Length penalties, filters and metrics use this number."""
         return int(self.mask.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The slot of one admitted group, with the deadline that the ledger gave it."""
+    """The ledger's permission for one admitted group to exist, with the deadline of its training."""
 
     group_id: int
     # The earliest turn whose weights can have sampled a token of the group. Here a turn is the training of one batch, not a reply.
@@ -255,7 +255,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A complete, scored group, with its members in order."""
+    """The trajectories of one group, sorted by member."""
 
     ticket: Ticket
     prompt: Prompt
@@ -268,7 +268,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a trained token. -1 if no token is trained."""
+        """The smallest `oldest_version` of the members, without those that have -1. -1 if all have."""
         return min((t.oldest_version for t in self.trajectories if t.oldest_version >= 0), default=-1)
 
 
@@ -276,8 +276,8 @@ class Group:
 class Microbatch:
     """Packed token trees for one forward and backward.
 
-    The tokens of a node are adjacent. Nodes are in depth-first preorder, and their tokens are in the order of the nodes. So the
-    tokens of a node's descendants come right behind the node's tokens. A token attends to the tokens of its node up to itself, and
+    A node has one or more adjacent tokens. Nodes are in depth-first preorder, and their tokens in the order of the nodes. So the
+    tokens of a node's descendants come right after the node's tokens. A token attends to the tokens of its node up to itself, and
     to all tokens of all ancestors. Its position is the number of tokens that it attends to, without itself. A sequence is a
     trajectory and has the tokens of one node or more. Only the S tokens with loss mask 1 are scored: `source[s]` is the packed
     index of the token whose hidden state predicts `target[s]`. Several scored tokens may have the same source.
@@ -293,20 +293,20 @@ class Microbatch:
     member_node: Int64Array
     source: Int64Array  # [S]
     target: Int64Array  # [S]
-    sequence: Int64Array  # [S] in [0, B), non-decreasing
+    sequence: Int64Array  # [S] index of the sequence, in [0, B), non-decreasing
     sampler_logprobs: Float32Array  # [S] over the whole vocabulary, at `temperature`
     temperature: Float32Array  # [S] > 0
     advantages: Float32Array  # [S]
     versions: Int32Array  # [S]
     group_ids: Int64Array  # [B]
     members: Int64Array  # [B]
-    old_logprobs: Float32Array | None = None  # [S] None: those of the training forward, detached
+    old_logprobs: Float32Array | None = None  # [S] None: from the training forward, detached
     reference_logprobs: Float32Array | None = None  # [S]
     # [T, layers, k] experts for each packed token; None: the routers choose.
     routes: RoutesArray | None = None
-    # [S] whether the surrogate loss uses the token; None: all. Unused tokens still count in the divisor of the loss.
+    # [S] True: the surrogate loss uses the token. None: it uses all. Unused tokens still count in the divisor of the loss.
     keep: BoolArray | None = None
-    # Tokens and sequences of groups that are left out because their gradient is zero. They still count in the divisor.
+    # Scored tokens and sequences of groups that are not packed, because their gradient is zero. The divisor counts them.
     skipped_tokens: int = 0
     skipped_sequences: int = 0
 
@@ -330,7 +330,7 @@ class StepResult:
     grad_norm: float  # after the division by the normaliser, before clipping
     lr: float  # of this step
     tokens: int  # scored tokens of all ranks
-    sequences: int
+    sequences: int  # of all ranks
     microbatches: int  # of this rank
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -348,7 +348,7 @@ class ClaimState(StrEnum):
     """The ledger's answer to a claim."""
 
     GRANTED = "granted"  # the group has a place in the open step
-    # The open places are for groups with earlier deadlines, or another rank claims first.
+    # The free places are reserved for groups with earlier deadlines, or another rank must claim first.
     WAIT = "wait"
     FULL = "full"  # no further group can get a place in the step
 
@@ -357,7 +357,7 @@ class ClaimState(StrEnum):
 class LedgerStatistics:
     """Numbers of groups. Always `admitted == live + claimed + held + trained + dropped + failed`."""
 
-    turn: int
+    turn: int  # of the open step
     live: int  # admitted, not yet claimed
     claimed: int  # in the open step
     held: int  # trained, but the weights of the step are not yet sent
@@ -365,4 +365,4 @@ class LedgerStatistics:
     trained: int  # weights of the step sent, slot released
     dropped: int
     failed: int
-    slots: int
+    slots: int  # the limit of live + claimed + held

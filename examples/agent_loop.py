@@ -4,8 +4,8 @@
 
 The program trains the quickstart's model and prints the reward of every step. An agent takes a question, samples a
 group of answers, computes rewards in plain Python and submits the group. Training runs in the same event loop.
-`submit` waits for a slot. `submit` returns False if the group is too old to be trained. Then the agent
-puts the question back.
+`submit` waits until the run has room for the group, and returns False if the group is too old to be trained. Then the
+agent puts the question back.
 """
 
 from __future__ import annotations

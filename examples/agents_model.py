@@ -2,7 +2,7 @@
 
 The model is Qwen3-shaped and has half a million parameters. Its tokens are characters, the marks of the chat template, and the
 pieces of a tool call, such as `<tool_call>{"name": "multiply", "arguments": {"a": `. Supervised batches of conversations (a minute
-or less) teach the model the form of a conversation. What to say in it is learned from rewards alone.
+or less) teach the model the form of a conversation. The model learns from rewards alone what to say.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 ROLES = ["<pad>", "<end>", "<user>", "<assistant>", "<tool>"]
-# The template only names `tools`. A template without this word would get the schemas of tools in a system message.
+# The template names `tools` without printing them. Without this word asyncrl would put the tools' schemas into a system message.
 TEMPLATE = """{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.content %}{{ m.content }}{% endif %}\
 {% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<end>{% endfor %}\
 {% if tools is defined and add_generation_prompt or add_generation_prompt %}<assistant>{% endif %}"""

@@ -6,8 +6,8 @@
 The run prints URL and FOLDER when it starts. The environment ends when the run ends.
 
 The task is the quickstart's: `c7=` asks for the letter `c` seven times. This example needs no inference server, because
-`_play` guesses the letters and knows their log-probs. A real environment samples from a server of the run's policy:
-`self.server.managed_server()` gives tokens, masks and log-probs. The returned fields are the same.
+`_play` draws the letters itself and `logprob` knows their log-probs. A real environment samples from a server of the run's
+policy: `self.server.managed_server()` gives tokens, masks and log-probs. The fields of the returned group stay the same.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ CONFIG = Path(__file__).with_name("agent_loop.yaml")
 async def main(
     steps: int = 20, *, port: int = 8000, key: str | None = None, tokenizer: str = "runs/atropos_tokenizer"
 ) -> list[float]:
-    """Train `steps` steps on the groups that arrive. Returns the mean reward of every step.
+    """Train `steps` steps on the groups that arrive. Returns the mean reward of each step.
 
-    `key` is the key that clients must send. None: a new random key. `tokenizer` is the folder for the tokenizer.
+    `key`: the key that clients must send; None: a new random key. `tokenizer`: the folder for the tokenizer.
     """
     rewards: list[float] = []
     config = load_config([CONFIG], ["rollout.groups_per_step=4", "run.name=atropos"])

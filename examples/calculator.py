@@ -15,7 +15,7 @@ import agents_model
 
 OPENING = '<tool_call>{"name": "multiply", "arguments": {"a": '
 PIECES = [OPENING, ', "b": ', "}}</tool_call>"]
-# In this share of the tool calls of the warm-up the model also learns to begin the call.
+# In this share of the supervised conversations with a call, the model also learns to begin the call.
 CALLS = 0.04
 BATCHES = 60
 # All products of two such numbers have four digits.
@@ -61,12 +61,12 @@ def build(seed: int) -> tuple[Any, Any]:
 
 
 def example(draw: random.Random) -> agents_model.Conversation:
-    """A conversation of the warm-up: a wrong guess, or a tool call and an answer that repeats a result. Nearly all calls are begun
-    for the model, so it learns how to write a call, and not to begin one."""
+    """A supervised conversation: a wrong guess, or a tool call and an answer that repeats the result. In nearly all calls the model
+    does not learn the opening, so it learns to write calls but not to begin them."""
     a, b = draw.randint(LEAST, MOST), draw.randint(LEAST, MOST)
     question = f"<user>{a}*{b}<end><assistant>"
     if draw.random() < 0.5:
         return [(question, False), (f"{draw.randint(1000, 9999)}<end>", True)]
-    result, begins = draw.randint(1000, 9999), draw.random() < CALLS
-    call = [(OPENING, begins), (f"{a}{PIECES[1]}{b}{PIECES[2]}<end>", True)]
+    result, learns_opening = draw.randint(1000, 9999), draw.random() < CALLS
+    call = [(OPENING, learns_opening), (f"{a}{PIECES[1]}{b}{PIECES[2]}<end>", True)]
     return [(question, False), *call, (f"<tool>{result}<end><assistant>", False), (f"{result}<end>", True)]

@@ -6,9 +6,9 @@
 Start the run in one terminal and any number of producers in other terminals. A producer waits for the run and ends when
 the run ends. Producers need numpy and no torch.
 
-The task is the quickstart's: `c7=` asks for the letter `c` seven times. `play` guesses the letters and knows their
-log-probs. A real producer samples from a server of the run's policy. It may also push samples of another policy: the
-importance weights correct for the difference.
+The task is the quickstart's: `c7=` asks for the letter `c` seven times. `play` draws the letters itself and knows their
+log-probs. A real producer samples from a server of the run's policy. A producer may also push samples of another policy:
+the importance weights correct for the difference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEMBERS = 8
 
 
 def play(wanted: str, draw: random.Random) -> tuple[str, float]:
-    """A letter and its log-prob: with probability 1/2 the letter `wanted`, else any of the four letters."""
+    """A letter and its log-prob. The letter is `wanted` with probability 1/2, else any of the four letters."""
     letter = wanted if draw.random() < 0.5 else draw.choice(LETTERS)
     return letter, math.log(0.5 / len(LETTERS) + 0.5 * (letter == wanted))
 
@@ -57,11 +57,11 @@ def main(ring: str = "external", seed: int = 0, timeout: float = 60.0) -> int:
             try:
                 client.push(group, [member(wanted, count, version, draw) for _ in range(MEMBERS)], timeout=5.0)
             except (RingFull, RingDetached):
-                # The run has no room yet: make a new group with the current policy version.
                 if client.statistics().attached:
+                    # The run has no room yet. Make a new group with the current policy version.
                     continue
                 print(f"the run is over at version {client.policy_version}; {group} groups were accepted")
-                # Another push would wait for the next run of this name.
+                # Return: another push would wait for the next run of this name.
                 return group
             group += 1
 

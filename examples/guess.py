@@ -3,8 +3,8 @@
     torchrun -m asyncrl.main examples/guess.yaml
 
 After each guess the agent reads a hint: the letter comes later (+) or earlier (-). At the start the model guesses at random, in
-half of its games among the letters that the hints leave. Its reward teaches it to heed every hint, and to halve what is left.
-`agents_model.py` has the model.
+half of its games only among the letters that the hints allow. The reward teaches the model to heed every hint, and to guess the
+middle of the allowed letters. `agents_model.py` has the model.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def build(seed: int) -> tuple[Any, Any]:
 
 
 def example(draw: random.Random) -> agents_model.Conversation:
-    """A game. In half of the games all guesses are drawn at random, in the others from the letters that are left."""
-    secret, left, sees = draw.choice(LETTERS), LETTERS, draw.random() < 0.5
+    """A game. In half of the games each guess is drawn from all letters, in the others from the letters that the hints allow."""
+    secret, allowed, heeds_hints = draw.choice(LETTERS), LETTERS, draw.random() < 0.5
     parts: list[tuple[str, bool]] = [("<user>?<end><assistant>", False)]
     for _ in range(GUESSES):
-        guess = draw.choice(left or LETTERS)
+        guess = draw.choice(allowed or LETTERS)
         sign = hint(guess, secret)
         parts += [(f"{guess}<end>", True), (f"<user>{sign}<end><assistant>", False)]
-        if sees:
-            left = "".join(each for each in left if (each > guess if sign == "+" else each < guess))
+        if heeds_hints:
+            allowed = "".join(each for each in allowed if (each > guess if sign == "+" else each < guess))
     return parts

@@ -1,9 +1,9 @@
-"""A reward that compares answers: a judge reads all pairs of a group, and a score is the mean of what the answer got in its pairs.
+"""A reward that compares answers: a judge reads all pairs of a group. The score of an answer is its mean over its pairs.
 
     reward: {functions: [pairwise.py:wins], timeout_s: 300, retries: 0}
 
 JUDGE_URL is the address of an OpenAI-compatible endpoint, and JUDGE_MODEL its model. Every pair is asked in both orders, because
-judges prefer the first answer. A group of 8 has 56 requests, which run at the same time. A pair without a judgement counts 0.5.
+judges prefer the first answer. A group of 8 needs 56 requests, which run at the same time. A pair without a judgement counts 0.5.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def rows(count: int = 512, seed: int = 0, most: int = MOST) -> list[dict[str, st
 
 
 def reward(prompts: list[str], completions: list[str], completion_ids: Any, answer: list[str]) -> list[float]:
-    """1 for the exact answer, else less: the reward grows with the share of right letters and falls with a wrong length."""
+    """1 for the exact answer, else less: the more right letters, the larger; the further from the right length, the smaller."""
     scores = []
     for text, target in zip(completions, answer, strict=True):
         right = sum(character == target[0] for character in text)

@@ -6,8 +6,8 @@ The program trains the quickstart's model and prints the reward of every step. `
 After each answer the tool returns a question for the missing letters, such as `a3=`, and the model answers again. An
 episode has up to three answers.
 
-The model has no chat template, so the agent works with token ids: a request is the ids of the last request and its reply, and the
-ids of the tool's text. `calculator.py` is an agent with messages.
+The model has no chat template, so the agent works with token ids: a request has the ids of the request before, of its reply and of
+the tool's text. `calculator.py` is an agent with messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from quickstart_model import rows
 
 CONFIG = Path(__file__).with_name("agent_loop.yaml")
-# The prompt of three tokens, three answers and the tool's two results.
+# An episode has at most 45 tokens: a prompt of 3, three answers of 12 and two results of 3. The limit is 40 + max_tokens = 52.
 OVERRIDES = ["data.max_prompt_tokens=40", "rollout.groups_per_step=8"]
 AGENTS = 24
 TURNS = 3
@@ -36,7 +36,7 @@ def tool(question: str, text: str) -> str | None:
 
 
 def judge(question: str, text: str) -> float:
-    """The share of right letters in `text`, divided by 1 + the error of its length."""
+    """The share of right letters in `text`, divided by 1 plus the difference between its length and the wanted length."""
     wanted = int(question[1])
     return text.count(question[0]) / max(len(text), 1) / (1 + abs(len(text) - wanted))
 

@@ -8,7 +8,7 @@
     kl.py           estimators of a KL divergence per token, in the loss or in the reward
     method.py       declarations of settings and conflicts, which the configuration reads
     base.py         input and output of a loss: columns per token, and sums
-    registry.py     finds a method by its name and binds it to the values of its settings
+    registry.py     finds a loss or an advantage estimator by its name, and binds it to the values of its settings
 
 The configuration and the reward workers use these modules in processes without torch. So no module imports torch at the top. The
 formulas use methods of the tensors in the arguments.

@@ -6,9 +6,10 @@ statistics of the whole *step* are refused if groups are trained as they arrive,
 on the order of arrival.
 
 A member with a reward of None or NaN is *unscorable*: no reward function applied to the completion. The member has advantage 0, and
-no statistic includes its reward. A group with fewer than two scorable members has no baseline, so its advantages are 0 (unless
-`Estimator.alone` is True). The tokens and sequences of such a group still count in N. Where the mean of a group is subtracted,
-equal rewards give advantages of exactly 0 and not a rounding error, so code can test with `== 0` whether a group has a signal.
+no statistic includes its reward. A group with fewer than two scorable members has no baseline: an estimator of one group without
+`alone` gives it advantages of 0. The tokens and sequences of such a group still count in the divisor of the loss. If an
+estimator of one group subtracts the group's mean, equal rewards give advantages of exactly 0, without a rounding error, so code can
+test with `== 0` whether a group has a signal.
 
 To add an estimator, write a function under `of_group` or `of_step`, and add it to `ALL`.
 
@@ -37,12 +38,12 @@ AdvantageFn: TypeAlias = Callable[..., Float64Array]
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """The input of an estimator: one group. A component without a weight has weight 1."""
+    """One group, for `Estimator.of_step` and `has_signal`. A component without a weight has weight 1."""
 
     rewards: Sequence[float | None]  # [G] weighted sums of the components
     components: Mapping[str, Sequence[float | None]] = field(default_factory=dict)  # name -> [G]
     weights: Mapping[str, float] = field(default_factory=dict)
-    lengths: Sequence[int] = ()  # [G] scored tokens
+    lengths: Sequence[int] = ()  # [G] trained tokens: sampled and not masked
 
 
 BatchAdvantageFn: TypeAlias = Callable[..., list[Float64Array]]  # (groups) -> advantages, or (groups, settings)
@@ -55,7 +56,7 @@ class Estimator:
     name: str
     group: AdvantageFn | None = None
     batch: BatchAdvantageFn | None = None
-    alone: bool = False  # whether a group of one may have an advantage != 0
+    alone: bool = False  # whether the estimator has advantages for a group of one
     conflicts: tuple[Conflict, ...] = ()
     settings: type[Method] | None = None  # an instance is the function's second argument
 
@@ -80,7 +81,7 @@ class Estimator:
         return self.group is None
 
     def __call__(self, rewards_G: Rewards) -> Float64Array:
-        """Rewards of one group [G] -> advantages [G]. Only for an estimator of one group."""
+        """Rewards of one group [G] -> advantages [G]. Only for an estimator with `group`."""
         assert self.group is not None, f"{self.name} needs all groups of the step: call `of_step`"
         return self.group(rewards_G)
 
@@ -91,7 +92,7 @@ class Estimator:
         return [self(group.rewards) for group in groups]
 
     def has_signal(self, group: GroupRewards) -> bool:
-        """Whether an advantage of the group differs from 0. For an estimator of the step: whether members differ in the reward or
+        """Whether an advantage of the group differs from 0. For an estimator with `batch`: whether members differ in the reward or
         in a component."""
         if self.group is not None:
             return bool(self.group(group.rewards).any())
@@ -105,7 +106,7 @@ def of_group(**options: Any) -> Callable[[AdvantageFn], Estimator]:
 
 
 def of_step(**options: Any) -> Callable[[BatchAdvantageFn], Estimator]:
-    """A decorator like `of_group`, for a function of all groups of a step."""
+    """A decorator like `of_group`, for a function of all groups of a step. `Estimator.of_step` calls the function."""
     return lambda function: Estimator(function.__name__, batch=function, **options)
 
 
@@ -174,7 +175,7 @@ def grpo_nemo(rewards_G: Rewards) -> Float64Array:
 
 @of_group()
 def dr_grpo(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: `r - mean`, without a division by the std, which would raise the weight of easy and of hard prompts.
+    """[G] -> [G]: `r - mean`. A division by the std would raise the weight of easy and of hard prompts.
 
     Paper: Liu et al., "Understanding R1-Zero-Like Training" (arXiv:2503.20783), section 3.2. TRL: `scale_rewards="none"`.
     """
@@ -183,7 +184,7 @@ def dr_grpo(rewards_G: Rewards) -> Float64Array:
 
 @of_group()
 def rloo(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: the leave-one-out baseline, `r_i - mean(r_j, j != i)`, which is `n / (n - 1)` times `dr_grpo`.
+    """[G] -> [G]: the leave-one-out baseline, `r_i - mean(r_j, j != i)`: with n scorable members, `n / (n - 1)` times `dr_grpo`.
 
     Papers: Ahmadian et al., "Back to Basics" (arXiv:2402.14740), section 2.2; Kool et al. (2019). TRL: RLOOTrainer with
     `normalize_advantages=False`.
@@ -258,10 +259,10 @@ def gdpo(groups: Sequence[GroupRewards]) -> list[Float64Array]:
 
 @of_step(alone=True)
 def reinforce_pp(groups: Sequence[GroupRewards]) -> list[Float64Array]:
-    """`(r - mean) / sqrt(var + 1e-8)`, with mean and variance over all scored tokens of the step.
+    """`(r - mean) / sqrt(var + 1e-8)`, with mean and variance over all trained tokens of the step.
 
     Paper: Hu, "REINFORCE++" (arXiv:2501.03262). As in verl (`masked_whiten`, gamma 1), the value of a token is the reward of its
-    completion, so long completions have more weight. The variance is unbiased. A step with fewer than two scored tokens has
+    completion, so long completions have more weight. The variance is unbiased. A step with fewer than two trained tokens has
     advantages of 0.
     """
     return _whiten([as_rewards(group.rewards) for group in groups], groups)
@@ -269,9 +270,10 @@ def reinforce_pp(groups: Sequence[GroupRewards]) -> list[Float64Array]:
 
 @of_step()
 def reinforce_pp_baseline(groups: Sequence[GroupRewards]) -> list[Float64Array]:
-    """`reinforce_pp` of `r - mean(group)`, for several completions of a prompt (same paper, section 3.2).
+    """`reinforce_pp` of `r - mean(group)`, for several completions of a prompt (Hu, "REINFORCE++", section 3.2).
 
-    The advantage of a group of one is 0. (verl uses the reward.)
+    `r - mean(group)` of a group of one is 0 (in verl it is the reward). As in verl, the step's mean is then subtracted, so a group
+    with equal rewards may have advantages other than 0.
     """
     values = []
     for group in groups:
@@ -323,7 +325,7 @@ def soft_overlong(length: int, longest: int, cache: int) -> float:
 def _scale(
     rewards_G: Rewards, *, epsilon: float = 0.0, min_divisor: float = 0.0, ddof: int = 1, std_alone: float | None = None
 ) -> Float64Array:
-    """`(reward - mean) / max(std + epsilon, min_divisor)` [G]. With `std_alone` a group of one has mean 0 and this std."""
+    """`(reward - mean) / max(std + epsilon, min_divisor)` [G]. If `std_alone` is given, a group of one has mean 0 and this std."""
     values_G = as_rewards(rewards_G)
     if std_alone is not None and values_G.size == 1:
         return np.nan_to_num(values_G) / (std_alone + epsilon)
@@ -361,7 +363,7 @@ def _normalised_sum(group: GroupRewards) -> Float64Array:
 
 
 def _whiten(values: Sequence[Float64Array], groups: Sequence[GroupRewards]) -> list[Float64Array]:
-    """`(value - mean) / sqrt(var + 1e-8)`, where mean and variance count each value once per scored token."""
+    """`(value - mean) / sqrt(var + 1e-8)`, where mean and variance count each value once per trained token."""
     # A value of NaN counts for no token.
     pairs = zip(values, groups, strict=True)
     lengths = [np.where(np.isnan(value_G), 0, np.asarray(group.lengths, np.float64)) for value_G, group in pairs]

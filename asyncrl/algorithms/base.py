@@ -1,12 +1,12 @@
 """The input and the output of a loss, and the ratios of log-probs that losses use.
 
-A loss is a pure function of columns with a value per token. It returns **sums** and not means. The trainer adds the sums of all
+A loss is a pure function of columns with a value per token. A loss returns **sums** and not means. The trainer adds the sums of all
 microbatches, and `finish_train_step` divides by the number of tokens or sequences of the whole step over all ranks. So the gradient
 does not depend on how the step was split into microbatches and ranks.
 
 A loss may read three log-probs of a token:
 
-    sampler    computed by the engine when it sampled the token
+    sampler    computed by the engine when the engine sampled the token
     old        computed by the trainer before the first update on this batch; the detached `logp` if there is only one update
     logp       computed by the trainer now, with gradient
 
@@ -39,14 +39,14 @@ class LossInputs:
     """
 
     logp_S: Tensor  # differentiable
-    entropy_S: Tensor | None  # differentiable if a term needs its gradient, else detached
+    entropy_S: Tensor | None  # differentiable if a term needs the gradient
     sampler_logp_S: Tensor
     advantage_S: Tensor
     sequence_S: Tensor  # int64 in [0, B), non-decreasing
     sequences: int  # B, fully masked sequences included
     old_logp_S: Tensor | None = None
     reference_logp_S: Tensor | None = None
-    # Bool: the tokens that have a policy loss and an entropy bonus. None: all tokens.
+    # Bool: whether a token has a policy loss and an entropy bonus (the top-entropy mask). None: every token has both.
     keep_S: Tensor | None = None
     # Detached importance weights, only for a loss with `takes_weights`.
     importance_S: Tensor | None = None
@@ -88,7 +88,7 @@ def sequence_ratio(inputs: LossInputs) -> Tensor:
 
 
 def reduction_of(name: str) -> str:
-    """How a metric with this name is combined over microbatches and ranks: `min`, `max` or `sum`."""
+    """How the values of a metric with this name are combined over microbatches and ranks: `min`, `max` or `sum`."""
     if "_min" in name:
         return "min"
     return "max" if "_max" in name else "sum"
@@ -110,7 +110,7 @@ Metrics = dict[str, MetricSum]
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """The result of a loss. `total` is the differentiable sum, which `Loss.normaliser` divides."""
+    """The result of a loss. `total` is the differentiable sum. The trainer divides `total` by the count of `Loss.normaliser`."""
 
     total: Tensor
     metrics: Mapping[str, MetricSum] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class LossSums:
 
 @dataclass(frozen=True, slots=True)
 class EntropyControl:
-    """The state of adaptive entropy control, which holds the mean entropy near `target` (nats).
+    """The state of adaptive entropy control, which keeps the mean entropy near `target` (nats) by changing the entropy bonus.
 
     He et al., "Skywork Open Reasoner 1" (arXiv:2505.22312), section 4.3, with TRL's constants. After each optimizer step the
     coefficient grows by `delta` if the mean entropy of the step was at most `target`. Otherwise the coefficient shrinks by `delta`.
@@ -127,10 +127,10 @@ class EntropyControl:
     top-entropy mask keeps.) The trainer saves this state in checkpoints.
     """
 
-    coefficient: float  # of the next step, if it has a bonus
+    coefficient: float  # of the next step, if that step has a bonus
     target: float
     delta: float
-    entropy: float = math.inf  # mean of the last step; no step: inf
+    entropy: float = math.inf  # mean of the last step; inf before any step
 
     @property
     def next_coefficient(self) -> float:
@@ -158,9 +158,9 @@ class Loss:
     needs_old: bool = True  # whether the loss reads the `old` column
     top_entropy_quantile: float = 1.0
     bonus: float = 0.0  # coefficient of the entropy bonus
-    # Whether the bonus and the rest of the loss are divided by different numbers. Then call `with_bonus_scale` first.
-    bonus_apart: bool = False
-    # The first state of the controller, if the coefficient of the bonus is controlled.
+    # Whether the bonus and the rest of the loss are divided by different numbers. Then call `with_bonus_scale` for every step.
+    bonus_needs_scale: bool = False
+    # The first state of adaptive entropy control; None: the coefficient is constant.
     control: EntropyControl | None = None
     with_bonus: Callable[[float], LossFn] | None = None  # coefficient of the bonus -> `fn`
 
@@ -171,18 +171,18 @@ class Loss:
     @property
     def needs_whole_step(self) -> bool:
         """Whether the first backward needs counts or entropies of the whole step, which a streamed step does not know in time."""
-        return self.bonus_apart or self.top_entropy_quantile < 1
+        return self.bonus_needs_scale or self.top_entropy_quantile < 1
 
     def with_control(self, control: EntropyControl) -> Loss:
-        """This loss for one step, with the coefficient of the controller. Call this only if `self.control` is not None."""
+        """This loss for one step, with the coefficient of `control`. Call this only if `self.control` is not None."""
         assert self.with_bonus is not None
         bonus = control.next_coefficient
         return replace(self, fn=self.with_bonus(bonus), bonus=bonus, control=None)
 
     def with_bonus_scale(self, scale: float) -> Loss:
-        """If `bonus_apart`, this loss for a step whose counts are known: `normaliser` divides the bonus, too. `scale`: the count of
-        `normaliser` divided by the number of tokens that have a bonus, both over all ranks."""
-        if not self.bonus_apart:
+        """If `bonus_needs_scale`, this loss for one step, with the bonus times `scale`. Then `normaliser` divides the bonus, too.
+        `scale`: the step's count of `normaliser` divided by its number of tokens with a bonus, both over all ranks."""
+        if not self.bonus_needs_scale:
             return self
         assert self.with_bonus is not None
-        return replace(self, fn=self.with_bonus(scale * self.bonus), bonus_apart=False)
+        return replace(self, fn=self.with_bonus(scale * self.bonus), bonus_needs_scale=False)

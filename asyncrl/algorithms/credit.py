@@ -12,7 +12,7 @@ gamma is `algorithm.discount`. Replies are in the order of `Trajectory.turns`, t
 `Trajectory.turn_rewards`. The episode's reward minus the sum of all r_k (such as a penalty for length) is added to the last r_k.
 So without `turn_rewards` the last reply has the whole reward, and with gamma = 1 the first return is the episode's reward.
 
-Shapes: G members, t replies of a member.
+Shapes: [G] has a value per member, [t] a value per reply of one member.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def returns(trajectory: Trajectory, gamma: float) -> Float64Array | None:
 
 
 def turn_advantages(estimator: Estimator, trajectories: Sequence[Trajectory], gamma: float) -> list[Float64Array]:
-    """G arrays [t]: the advantage of each reply. The estimator compares the t-th replies of the members that have t replies and a
-    reward. A member without a reward has advantages of 0."""
-    members = [returns(trajectory, gamma) for trajectory in trajectories]
-    advantages = [np.zeros(1 if t.turns is None else t.turns.size) for t in trajectories]
-    for turn in range(max((member.size for member in advantages), default=0)):
-        compared = [None if member is None or turn >= member.size else float(member[turn]) for member in members]
-        for member, advantage in zip(advantages, estimator(compared), strict=True):
-            if turn < member.size:
-                member[turn] = advantage
-    return advantages
+    """G arrays [t]: the advantage of each reply. For each t the estimator compares the t-th replies of all members that have a t-th
+    reply and a reward. A member without a reward has advantages of 0."""
+    returns_G = [returns(trajectory, gamma) for trajectory in trajectories]
+    advantages_G = [np.zeros(1 if trajectory.turns is None else trajectory.turns.size) for trajectory in trajectories]
+    for turn in range(max((values.size for values in advantages_G), default=0)):
+        compared = [None if values is None or turn >= values.size else float(values[turn]) for values in returns_G]
+        for values, advantage in zip(advantages_G, estimator(compared), strict=True):
+            if turn < values.size:
+                values[turn] = advantage
+    return advantages_G
 
 
 def turn_of(trajectory: Trajectory, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The number of the reply that each token belongs to. `tokens`: indices of sampled tokens."""
+    """The number of the reply of each token, from 0. `tokens`: indices of sampled tokens in the trajectory."""
     return (
         np.zeros(tokens.size, np.int64)
         if trajectory.turns is None

@@ -1,11 +1,11 @@
 """Importance correction: detached weights for tokens whose sampler log-probs differ from the trainer's.
 
-The log-probs differ if an older policy sampled the tokens, or if the engine uses other kernels. A weight multiplies the surrogate
-of its token. The weight is computed from a ratio old / sampler at one of three levels:
+The log-probs differ if an older policy sampled the tokens, or if engine and trainer use different kernels. A weight multiplies the
+surrogate of its token. The weight is computed from a ratio old / sampler at one of three levels:
 
     token      exp(d_t)                         d_t = old_t - sampler_t
-    sequence   exp(sum_t d_t)                   a weight for all tokens of a sequence
-    geometric  exp(sum_t d_t / max(len, 1))     a weight for all tokens of a sequence
+    sequence   exp(sum_t d_t)                   one weight for all tokens of a sequence
+    geometric  exp(sum_t d_t / max(len, 1))     one weight for all tokens of a sequence
 
 Bounds [floor, cap] act in one of two ways. `truncate` clamps the ratio. `mask` replaces a ratio outside of the bounds by 0.
 
@@ -131,7 +131,7 @@ def importance_weights(inputs: LossInputs, settings: Importance) -> tuple[Tensor
     # A NaN of the trainer stays NaN.
     outside = (ratio < floor) | (ratio > cap)
     weight = ratio.clamp(floor, cap) if mode.action == "truncate" else ratio.masked_fill(outside, 0.0)
-    # A sequence without scored tokens has ratio 1 (TRL counts it). Metrics leave it out, because its microbatch may be skipped.
+    # A sequence without scored tokens has ratio 1. Unlike TRL's metrics these do not count it: its microbatch may be skipped.
     counted = ratio.new_ones(ratio.shape) if mode.level == "token" else (inputs.length_B > 0).to(ratio.dtype)
     # The weights after the bounds, as in TRL, and the share of ratios that the bounds changed.
     metrics = {
@@ -153,9 +153,8 @@ def mismatch_metrics(trainer_logp_S: Tensor, sampler_logp_S: Tensor) -> Metrics:
     """`mismatch_kl/mean` (the k3 estimate of KL(sampler || trainer)), `mismatch/abs_mean`, `mismatch/abs_max` in nats,
     `mismatch/ratio_max` (trainer / sampler) and `mismatch/unknown_tokens`.
 
-    A token without a sampler log-prob (NaN) counts as equal, and lowers the means, which divide by all tokens.
-    `mismatch/unknown_tokens` is their number. (TRL divides by the tokens with a sampler log-prob. In a step of several microbatches
-    that number is not known.)
+    A token without a sampler log-prob (NaN) counts as equal, which lowers the means. `mismatch/unknown_tokens` counts these tokens.
+    (TRL divides by the tokens with a sampler log-prob. In a step of several microbatches that number is not known.)
     """
     d_S = _log_ratio(trainer_logp_S, sampler_logp_S)
     abs_S = d_S.abs()

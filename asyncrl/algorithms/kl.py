@@ -36,7 +36,7 @@ from .method import CheckContext, Method, setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOG_CLAMP = 20.0  # bound of |logp - ref| (nats), if `Kl.clamp` is set
+LOG_CLAMP = 20.0  # bound of |d| (nats), if `Kl.clamp` is set
 
 
 # Functions of d_S = ref - logp.
@@ -53,9 +53,8 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
 def estimate(
     name: str, logp_S: Tensor, reference_logp_S: Tensor, clamp: float | None = None, weight_S: Tensor | None = None
 ) -> Tensor:
-    """The estimate [S] times `weight_S` (None: 1), differentiable. With `clamp`, log-ratios are clamped to +-20 nats, and the
-    product to +-clamp, so that a single token cannot outweigh a batch (NeMo and verl: clamp 10). The gradient of a clamped value
-    is 0."""
+    """The estimate [S] times `weight_S` (None: 1), differentiable. With `clamp`, `d` is clamped to +-20 nats, and the product to
+    +-clamp, so that a single token cannot outweigh a batch (NeMo and verl: clamp 10). The gradient of a clamped value is 0."""
     d_S = reference_logp_S - logp_S
     value_S = KL_ESTIMATORS[name](d_S if clamp is None else d_S.clamp(-LOG_CLAMP, LOG_CLAMP))
     if weight_S is not None:
@@ -82,12 +81,12 @@ class Kl(Method):
     )
     clamp: float | None = setting(
         None,
-        "Bound of the KL per token, after `bias_correction`. Also clamps log-ratios to +-20 nats (NeMo, verl: 10). null: no bound.",
+        "Bound of the KL per token, after `bias_correction` (NeMo, verl: 10). Also clamps log-ratios to +-20 nats. null: neither.",
         gt=0,
     )
     bias_correction: bool = setting(
         False,
-        "Multiply the KL term by the ratio of the loss, so that its gradient is unbiased.",
+        "Multiply the KL term by the ratio of the loss. So the gradient of k1 and k3 is unbiased.",
         flat="use_bias_correction_kl",
         fixed=True,
     )
@@ -119,8 +118,8 @@ class Kl(Method):
         """The penalty on the reward of each sequence, for `place: reward`: `({(group id, member): coef x sum_t kl_t}, sum of kl_t
         over the microbatch)`, computed in float64.
 
-        The KL is computed from the sampler's log-probs, whatever version sampled the token. A token without a sampler log-prob
-        (NaN) has a KL of 0. (TRL uses the trainer's log-probs before the update.)
+        The KL is computed from the sampler's log-probs, even of tokens that an older version sampled. A token without a sampler
+        log-prob (NaN) has a KL of 0. (TRL uses the trainer's log-probs before the update.)
         """
         import torch
 

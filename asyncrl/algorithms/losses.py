@@ -54,7 +54,7 @@ class LossMethod(Method):
 
     name: ClassVar[str] = ""
     normaliser: ClassVar[Normaliser]
-    # The loss with the same gradient at a ratio of 1, where the bounds of this class do nothing. Empty: none.
+    # Name of a loss with the same gradient at a ratio of 1. If given, `force_on_policy` is refused, and the error names that loss.
     on_policy_is: ClassVar[str] = ""
     # Whether the loss reads `old_logp_S`: the trainer's log-probs from before the first of several updates.
     needs_old: ClassVar[bool] = True
@@ -83,7 +83,7 @@ class LossMethod(Method):
 
 
 def clip_shares(low: Tensor, high: Tensor, normaliser: Normaliser = Normaliser.TOKENS) -> Metrics:
-    """The metrics `clip_ratio/*`. `low`, `high`: whether each token [S] is clipped at that bound, or the share per sequence [B]."""
+    """The metrics `clip_ratio/*`. `low`, `high`: whether a token is clipped at the bound [S], or the share per sequence [B]."""
     below, above = low.sum(), high.sum()
     return {
         "clip_ratio/low_mean": MetricSum(below, normaliser),
@@ -131,7 +131,7 @@ class Clipped(LossMethod):
         advantage_S = inputs.advantage_S
         clipped_S = ratio_S.clamp(1 - self.epsilon, 1 + self.high)
         capped_S = ratio_S if self.delta is None else ratio_S.clamp(max=self.delta)
-        # At r = 1 both products are equal. torch then gives half of the gradient to each product, and the sum reaches the ratio.
+        # Within the bounds both products are equal. torch then gives half of the gradient to each, and the sum reaches the ratio.
         loss_S = -(capped_S * advantage_S).minimum(clipped_S * advantage_S)
         if self.dual_clip is not None:
             loss_S = loss_S.minimum(-self.dual_clip * advantage_S).where(advantage_S < 0, loss_S)
@@ -183,7 +183,7 @@ class PpoClip(Clipped):
     """Proximal policy optimization's clipped objective, with its optional dual clip.
 
     Paper: Schulman et al. (arXiv:1707.06347), eq. 7; `dual_clip`: Ye et al. (arXiv:1912.09729), eq. 5.
-    Formula: `sum_t l_t`, where l is the clipped surrogate with the token ratio. The same function as `dapo`.
+    Formula: `sum_t l_t`, where l is the clipped surrogate with the token ratio. The loss `dapo` is the same function.
     """
 
     name: ClassVar[str] = "ppo_clip"
@@ -206,7 +206,7 @@ class Dapo(Clipped):
 
     Paper: Yu et al., "DAPO" (arXiv:2503.14476), eq. 8 (the paper uses epsilon 0.2, epsilon_high 0.28, no KL).
     Formula: `sum_t l_t`, where l is the clipped surrogate with the token ratio.
-    The denominator is the number of tokens of the whole step. With the tokens of a microbatch the loss would be `bnpo`.
+    The denominator is the number of tokens of the whole step. (The loss `bnpo` divides by the tokens of a microbatch.)
     Dynamic sampling and overlong shaping of the paper are not part of the loss, but have their own settings.
     """
 
@@ -325,7 +325,7 @@ class Sapo(LossMethod):
 
     Paper: Gao et al., "Soft Adaptive Policy Optimization" (arXiv:2511.20347).
     Formula: `sum_b (1 / max(len_b, 1)) sum_t -A_t sigmoid(tau (r_t - 1)) 4 / tau`. Here tau is temperature_pos for A > 0, and
-    otherwise temperature_neg. At r = 1 the gradient is that of the plain ratio. On both sides the gradient falls smoothly to 0.
+    otherwise temperature_neg. At r = 1 the gradient is that of the plain ratio. Away from r = 1 the gradient falls smoothly.
     """
 
     name: ClassVar[str] = "sapo"

@@ -1,7 +1,7 @@
-"""The base class of losses and terms. A subclass declares its settings with their bounds, its conflicts, and its fixed settings.
+"""The base class of *methods*: losses, terms that can be added to every loss, and the settings of an advantage estimator.
 
-A method is a frozen dataclass. Its fields are its settings, each made by `setting`. Its docstring, or that of its `formula`, has
-the formula and the paper. `config/methods.py` makes everything else from these declarations: the schema of the configuration,
+A method is a frozen dataclass. Its fields are its settings, each made by `setting`. The docstring of the class or of its `formula`
+has the formula and the paper. Other modules make everything else from these declarations: the schema of the configuration,
 `--help`, `asyncrl explain`, the checks before a run, and the rules of a resume.
 """
 
@@ -26,9 +26,9 @@ def setting(
 
     text: the sentence for `--help`.
     choices: the allowed strings; empty: no restriction.
-    flat: the name as a keyword of `build_loss`. By default SECTION_NAME.
-    fixed: whether a resumed run must have the same value, because another value would change the objective.
-    bounds: `gt`, `ge`, `lt` and `le`.
+    flat: the name of the keyword of `build_loss`. By default SECTION_NAME.
+    fixed: whether a resumed run must keep the value, because another value would change the objective.
+    bounds: the value must be greater than `gt`, at least `ge`, less than `lt`, at most `le`.
     """
     metadata = {"text": text, "choices": tuple(choices), "flat": flat, "fixed": fixed, "bounds": bounds}
     return field(default=default, metadata=metadata)
@@ -68,7 +68,7 @@ class CheckContext:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Values of a setting that a loss or an advantage cannot be combined with.
+    """Values of a setting that are refused with the loss or advantage that declares this conflict.
 
     The message is `{name} is {value} but {method}, {reason}`. So `reason` begins with "which", and ends with what to do.
     """
@@ -85,10 +85,10 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Method:
-    """Base class of losses and terms, and of the settings of an advantage. All settings are under `algorithm`."""
+    """Base class of losses and terms, and of the settings of an advantage estimator."""
 
     section: ClassVar[str] = ""  # the settings are algorithm.SECTION.*
-    switches: ClassVar[tuple[str, ...]] = ()  # settings that turn a term on
+    switches: ClassVar[tuple[str, ...]] = ()  # names of the settings that turn a term on
     # Completes the message "SETTING is VALUE but ...", for a setting of a term that is off.
     off: ClassVar[str] = ""
     # The function or module whose docstring `asyncrl explain` prints.
@@ -101,16 +101,16 @@ class Method:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Any:
-        """An instance with the settings from `values`: flat name -> value. Other values are ignored, and bounds are not checked."""
+        """An instance with its settings from `values`: flat name -> value. Ignores values of other methods. Checks no bounds."""
         return cls(**{setting.name: values[setting.flat] for setting in cls.settings() if setting.flat in values})
 
     @property
     def on(self) -> bool:
-        """Whether a term has an effect with these settings."""
+        """Whether a term is on. Always True if all its settings are `switches`, because then nobody reads it."""
         return True
 
     def derived(self) -> Mapping[str, Any]:
-        """Name of a setting -> the value that replaces a default of None."""
+        """Name of a setting whose default is None -> its value, or the value that None stands for."""
         return {}
 
     def problems(self, context: CheckContext) -> Iterator[str]:

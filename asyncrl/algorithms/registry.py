@@ -1,6 +1,6 @@
-"""Finds losses and advantage estimators by name, and binds them to the values of their settings.
+"""Finds losses and advantage estimators by the names that the configuration uses, and binds them to the values of their settings.
 
-The configuration chooses by these names. An unknown name is a `ConfigError` that shows the nearest name.
+An unknown name raises a `ConfigError` that shows the nearest name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOSSES: dict[str, type[LossMethod]] = {loss.name: loss for loss in losses.ALL}
 ADVANTAGES: dict[str, Estimator] = {estimator.name: estimator for estimator in advantages.ALL}
 # The user's methods: ("loss" or "advantage", address in the configuration) -> class or estimator (`config/methods.py`)
 OWN: dict[tuple[str, str], Any] = {}
-_CENTRE_NAMES = ("old_logprobs", "force_on_policy")  # settings that belong to no method
+_CENTRE_NAMES = ("old_logprobs", "force_on_policy")  # settings of `build_loss` that no method has
 
 
 def loss_named(name: str) -> type[LossMethod]:
@@ -86,7 +86,7 @@ def build_loss(name: str, **values: Any) -> Loss:
     terms, centre = make_terms(**values), values.get("old_logprobs", "recompute")
     force_on_policy = bool(values.get("force_on_policy", False))
     if centre == "sampler":
-        terms = replace(terms, importance=Importance(cap=None))
+        terms = replace(terms, importance=Importance(cap=None))  # without cap, floor and veto: off
     entropy, quantile = terms.entropy, terms.top_entropy.quantile
 
     def with_bonus(coefficient: float) -> LossFn:
@@ -101,7 +101,7 @@ def build_loss(name: str, **values: Any) -> Loss:
         needs_old=method.needs_old and centre == "recompute" and not force_on_policy,
         top_entropy_quantile=quantile,
         bonus=entropy.coef,
-        bonus_apart=entropy.has_other_normaliser(method) or (entropy.on and quantile < 1),
+        bonus_needs_scale=entropy.has_other_normaliser(method) or (entropy.on and quantile < 1),
         control=entropy.control,
         with_bonus=with_bonus,
     )
@@ -131,7 +131,7 @@ def _evaluate(
     if inputs.entropy_S is not None:
         metrics["entropy"] = MetricSum(inputs.entropy_S.detach().sum(), Normaliser.TOKENS)
     if centre == "sampler":
-        # At a NaN the ratio is 1.
+        # A token without a sampler log-prob (NaN) gets a ratio of 1.
         sampler_S = inputs.sampler_logp_S
         inputs = replace(inputs, old_logp_S=inputs.logp_S.detach().where(sampler_S.isnan(), sampler_S))
     elif force_on_policy:

@@ -3,7 +3,7 @@
     surrogate -> x off-policy sequence mask (OPSM) -> x top-entropy mask -> x importance weight -> + KL
     -> the sum of the loss class (-> + entropy bonus, in `registry.py`)
 
-The KL term is not multiplied by the importance weight, and by the ratio only with `bias_correction` (`kl.py`). Tokens that OPSM
+The importance weight does not multiply the KL term. The ratio multiplies the KL term only with `bias_correction`. Tokens that OPSM
 or the top-entropy mask removes have no surrogate, but still count in N. `importance.py` and `kl.py` have one term each.
 
 Shape legend: S scored tokens of a microbatch, B sequences of the microbatch, N scored tokens of a step. A is the advantage.
@@ -104,12 +104,12 @@ class Entropy(Method):
 def off_policy_keep(inputs: LossInputs, threshold: float) -> tuple[Tensor, Metrics]:
     """Off-policy sequence mask (OPSM): bool [S], True where `A >= 0` or `mean_t (sampler_t - logp_t) <= threshold` (nats).
 
-    Paper: DeepSeek-V3.2 (arXiv:2512.02556), eq. 9. Detached. The difference of a token without a sampler log-prob (NaN) counts
-    as 0 in the mean. The metric `opsm/dropped_mean` is the share of sequences with a masked token.
+    Paper: DeepSeek-V3.2 (arXiv:2512.02556), eq. 9. Detached. In the mean, the difference of a token without a sampler log-prob
+    (NaN) is 0. The metric `opsm/dropped_mean` is the share of sequences with a masked token.
     """
     gap_S = (inputs.sampler_logp_S - inputs.logp_S).detach()
     gap_S = gap_S.masked_fill(inputs.sampler_logp_S.isnan(), 0.0)
-    # `> threshold` is False for a NaN of the trainer. So the NaN is not masked and reaches the loss.
+    # `> threshold` is False for a NaN of the trainer. So the token is not masked, and the NaN reaches the loss.
     far_B = inputs.sequence_mean(gap_S) > threshold
     keep_S = (inputs.advantage_S >= 0) | ~inputs.spread(far_B)
     dropped_B = inputs.sequence_sum((~keep_S).to(gap_S.dtype)) > 0
@@ -133,7 +133,7 @@ def entropy_threshold(entropy_N: Tensor, top: float) -> float:
 
 
 def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> Group:
-    """Masks each completion that was cut at a limit (if `truncated`), or has more than `longest` sampled tokens (None: no limit).
+    """Masks completions that were cut at a limit (if `truncated`) or that have more than `longest` sampled tokens (None: no limit).
 
     Paper: DAPO (arXiv:2503.14476), section 3.4, "overlong filtering". Rewards do not change, so the baseline of the group stays.
     A masked sequence still counts as a sequence of the step. Its tokens do not count (TRL: `mask_truncated_completions`).
@@ -160,7 +160,7 @@ class OffPolicyMask(Method):
     threshold: float | None = setting(
         None,
         "Sequences with negative advantage have no policy loss if their mean log-prob fell by more than this (nats) since they "
-        "were sampled.",
+        "were sampled; null is off.",
         gt=0,
     )
 

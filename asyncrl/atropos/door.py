@@ -1,4 +1,4 @@
-"""The HTTP door for Atropos: a stock `atroposlib` environment server trains a run.
+"""The HTTP door for Atropos: stock `atroposlib` environment servers push groups into a run.
 
     async with RecordRing("my-run") as ring, Runtime(config) as runtime, anyio.create_task_group() as tasks:
         door = await tasks.start(serve, runtime, ring)      # door.url is http://127.0.0.1:8000/KEY
@@ -8,20 +8,19 @@
                     connections, key, names  bytes to groups  waits for room         as for other producers
 
 Guarantees
-* 200 means that the groups are in the ring. They survive the death of this process. Each group is trained once, or is dropped and
-  counted;
-* a full ring delays the reply up to `wait_s`; then the reply is 503, and Atropos sends the group again. A full ring drops nothing;
-* if a request was cut off or answered 503 and is sent again, the groups that were accepted the first time are skipped;
-* a group that cannot be trained is refused as a whole (422) with the reason; the other groups of its request are taken;
-* a run that ends or is stopped answers 503 to waiting requests, and ends every environment server that asks (`Environments`);
+* status 200: the groups are in the ring. They survive the death of this process. Each is trained once, or is dropped and counted;
+* each group waits up to `wait_s` for room in a ring; then the reply is 503, and Atropos sends the request again. Nothing is lost;
+* if a request was cut off while a group waited, or got 503, and is sent again, the groups that were accepted are skipped;
+* a group that cannot be trained is refused as a whole (422) with the reason; the other groups of its request are accepted;
+* a run that ends or is stopped answers 503 to waiting requests, and ends every environment server that asks for its status;
 * the next run serves an environment server that registered with an earlier run, if `door.http_key` gives both runs the same key;
 * a client without the key sees and changes nothing. No bytes of a client end the run or fill its memory: bodies that are too large,
   too deep, too slow or too many are refused (4xx or 503).
 
-Differences from Atropos' own server: every `ScoredData` is one group whatever its size, so no group waits for more parts. The
-requests of a trainer (`/register`, `/batch`, `/reset_data`) are refused: the run itself is the trainer. `min_batch_allocation`
-reserves nothing. `queue_size` counts groups that were accepted and are not trained yet, so Atropos' `max_batches_offpolicy` bounds
-their number. There is no `/latest_example`: the run writes its groups into `rollouts/`.
+Differences from Atropos' own server: every `ScoredData` is one complete group. The requests of a trainer (`/register`, `/batch`,
+`/reset_data`) are refused, because the run itself is the trainer. `min_batch_allocation` has no effect. `queue_size` counts groups
+that were accepted and are not trained yet, so Atropos' `max_batches_offpolicy` limits their number. There is no `/latest_example`:
+the run writes its groups into `rollouts/`.
 
 The connection is not encrypted: beyond this machine use networks that you trust, or a tunnel.
 """
@@ -50,18 +49,19 @@ from asyncrl.runtime import door as ring_door
 
 from .groups import GroupReceiver, RankRings
 
-# Most bytes of a body without groups.
+# Limit for the bytes of a body of any route that receives no groups.
 MOST_FIELDS_BYTES = 1 << 16
-# The smallest weight that `/status-env` answers, as in Atropos. With weight 0 an environment would produce nothing.
+# The smallest `env_weight` in a reply, as in Atropos. With weight 0 an environment would produce nothing.
 LEAST_WEIGHT = 0.01
-# The number of steps that is announced for a run without `train.max_steps`: -1 would end the environment server.
+# `num_steps` in replies of a run without `train.max_steps`: -1 would end the environment server.
 NO_END = 1 << 31
 # The `queue_size` that ends an environment server.
 OVER = 1 << 52
-LINGER_S = 2.0  # a server asks about ten times a second
-# One more registration removes the environment that was silent for longest.
+# Longest time for environment servers to learn the end of the run. A server asks about ten times a second.
+LINGER_S = 2.0
+# Limit of registered environments. A further registration removes the environment that was silent for longest.
 MOST_ENVIRONMENTS = 1024
-FORGET_S = 3600.0  # of silence
+FORGET_S = 3600.0  # until a silent environment may be removed
 
 if TYPE_CHECKING:
     from asyncrl.runtime.runtime import Runtime
@@ -70,10 +70,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedTerms:
-    """What environment servers learn about the run."""
+    """What the door needs to know of the run for its replies to environment servers."""
 
     name: str
-    batch_size: int  # sequences of a step
+    batch_size: int  # sequences in a step
     limits: Limits
     steps: int | None  # the last policy version; None: no end
     checkpoint_dir: str
@@ -81,22 +81,22 @@ class ServedTerms:
 
 @dataclass(slots=True)
 class _Environment:
-    weight: float  # the registered weight times the longest context
+    weight: float  # the registered `weight` times `max_token_length`
     seen_at: float  # time of the last request (`awake.now`)
     asked_status: bool = False
-    knows_over: bool = False  # got an answer with `OVER`
+    knows_over: bool = False  # got a reply with `OVER`
 
 
 class Environments:
-    """The registered environment servers, and the door's answers to `/status-env`.
+    """The registered environment servers, and the door's replies to `/status-env`.
 
     Atropos has no message for the end of a run. A server ends by itself once `current_step + queue_size * group_size // batch_size`
-    exceeds its number of steps. If its requests fail, it ends with a stack trace. So a closing door keeps answering `/status-env`
-    for up to `LINGER_S`, with a queue of `OVER` groups, which ends every server.
+    exceeds its number of steps. If its requests fail, it ends with a stack trace. So a door that closes goes on to answer
+    `/status-env` for up to `LINGER_S`. The `queue_size` of these replies is `OVER`, which ends every server.
     """
 
     def __init__(self) -> None:
-        # By number. The environment that was silent for longest is first.
+        # Number -> environment. The environment that was silent for longest is first.
         self._all: dict[int, _Environment] = {}
         self._next = 0
         self.over = False
@@ -109,14 +109,14 @@ class Environments:
         if not math.isfinite(weight * context):
             raise ValueError(f"weight is {weight} and max_token_length {context}; expected finite numbers")
         now, number, self._next = awake.now(), self._next, self._next + 1
-        for known in list(self._all):
-            if len(self._all) >= MOST_ENVIRONMENTS or self._all[known].seen_at < now - FORGET_S:
-                del self._all[known]
+        for other in list(self._all):
+            if len(self._all) >= MOST_ENVIRONMENTS or self._all[other].seen_at < now - FORGET_S:
+                del self._all[other]
         self._all[number] = _Environment(context * max(weight, 0.0), now)
         return number, f"{fields.get('desired_name') or 'env'}_{number}"
 
     def touch(self, number: Any) -> _Environment | None:
-        """Note a request of this environment. Returns the environment; None if no environment has this number."""
+        """Record that an environment made a request. Returns the environment; None if no environment has this number."""
         environment = self._all.pop(number, None) if isinstance(number, int) else None
         if environment is not None:
             environment.seen_at = awake.now()
@@ -124,16 +124,16 @@ class Environments:
         return environment
 
     def disconnect(self, number: Any) -> bool:
-        """Returns False if there is no such environment."""
-        known = self.touch(number) is not None
-        if known:
+        """Remove an environment. Returns False if no environment has this number."""
+        found = self.touch(number) is not None
+        if found:
             del self._all[number]
-        return known
+        return found
 
     def status(self, number: Any, version: int, held: deque[tuple[int | None, int]]) -> dict[str, Any]:
-        """The answer to `/status-env`. `held`: (environment, sequences) of each accepted group that is not trained yet.
-
-        An unknown environment (forgotten, or registered with an earlier run) gets weight 1, like a single environment."""
+        """The reply to `/status-env`. `held`: (environment, sequences) of each accepted group that is not trained yet. A server
+        multiplies queue sizes by its group size, so they are sequences divided by the size of its largest group, or (if it
+        has none) of the largest. An unknown environment (removed, or of an earlier run) gets weight 1, as if it were alone."""
         environment = self.touch(number)
         total = sum(known.weight for known in self._all.values())
         weight = 1.0 if environment is None or total <= 0 else environment.weight / total
@@ -154,8 +154,8 @@ class Environments:
         }
 
     async def announce_over(self) -> None:
-        """Announce the end of the run. Waits until every connected environment that asks for the status has got `OVER`, but at most
-        `LINGER_S`: a server that died never asks again."""
+        """Announce the end of the run. Waits until every registered environment that has ever asked for its status has got `OVER`,
+        but at most `LINGER_S`, because a server that died never asks again."""
         self.over = True
         if self._any_unaware():
             with anyio.move_on_after(LINGER_S):
@@ -171,7 +171,7 @@ class AtroposDoor:
     def __init__(
         self, rings: RankRings, terms: ServedTerms, at: Address | None = None, *, wait_s: float = 240.0
     ) -> None:
-        """`wait_s`: longest wait for room; below the 300 s after which Atropos repeats a request. Errors: ConfigError."""
+        """`wait_s`: longest wait of a group for room. Below 300 s, when Atropos repeats the request. Errors: ConfigError."""
         self._rings = rings
         self._terms = terms
         self._environments = Environments()
@@ -201,7 +201,7 @@ class AtroposDoor:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Refuse further groups, announce the end to environment servers, and close the port."""
+        """Refuse further groups, announce the end of the run to environment servers, and close the port."""
         self.groups.end()
         try:
             with anyio.CancelScope(shield=True):
@@ -234,7 +234,7 @@ class AtroposDoor:
         return reply(200, **self._environments.status(number, version, self.groups.held()))
 
     async def _info(self, _: web.BaseRequest) -> web.Response:
-        # An environment server drops trajectories of `max_token_len` tokens or more. The longest row of a run has one token less.
+        # An environment server drops trajectories of `max_token_len` tokens or more, so one more than the longest row is sent.
         return reply(200, batch_size=self._terms.batch_size, max_token_len=(self._terms.limits.longest or 0) + 1)
 
     async def _wandb_info(self, _: web.BaseRequest) -> web.Response:
@@ -275,14 +275,14 @@ async def serve(
     statistics: ring_door.DoorStatistics | None = None,
     task_status: anyio.abc.TaskStatus[AtroposDoor] = anyio.TASK_STATUS_IGNORED,
 ) -> ring_door.DoorStatistics:
-    """`asyncrl.runtime.door.serve` with an HTTP door into the same ring, until the training ends or the ring is closed.
+    """`asyncrl.runtime.door.serve` and an HTTP door into the same ring, until the training ends or the ring is closed.
 
-    Other processes may push through shared memory meanwhile. `others`: the names of the rings of the other ranks on this machine;
-    the groups are spread over all rings. `statistics` counts the groups, and is returned. `TaskGroup.start` returns the open door.
+    Other processes may also push through shared memory. `others`: the names of the rings of the other ranks on this machine; the
+    door spreads groups over all rings. `statistics` counts the groups, and is returned. `TaskGroup.start` returns the open door.
     Errors: ConfigError if the door cannot listen.
     """
     counts = statistics or ring_door.DoorStatistics()
-    # The door below labels groups with the published version, perhaps before `ring_door.serve` publishes one.
+    # The HTTP door labels groups with the published version, perhaps before `ring_door.serve` publishes one.
     ring.publish_version(runtime.version)
     config = runtime.config
     terms = ServedTerms(

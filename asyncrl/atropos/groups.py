@@ -1,4 +1,4 @@
-"""Receives groups from environments: reads the body of a request into groups, and puts the groups into the rings."""
+"""Receives groups from environment servers: parses the body of a request into groups, and pushes the groups into the rings."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from asyncrl.records.check import Limits
 
 from .scored_data import read_group
 
-# Bytes of one body, before and after decompression. A group of 64 x 32,768 tokens has about 70 MB.
+# Limit for the bytes of one body, before and after decompression. A group of 64 x 32,768 tokens has about 70 MB.
 MAX_BODY_BYTES = 1 << 27
-# Complete bodies that are read into groups or wait for room in a ring.
+# Limit of complete bodies that are parsed or whose groups wait for room in a ring.
 MAX_BODIES = 16
-# Bytes of all bodies, before decompression, that are being received or are complete.
+# Limit for the bytes of all bodies, before decompression, until their requests are answered.
 MAX_HELD_BYTES = 1 << 31
-# Limits of one body. A list, an object or a text takes about 100 bytes of memory, a number 40.
+# Limits for one body. A list, an object or a text takes about 100 bytes of memory, a number 40.
 MAX_OBJECTS = 1 << 20
 MAX_VALUES = 1 << 24
 MAX_GROUPS = 1024  # of one request
 MAX_INTERRUPTED = 1024  # interrupted requests that are remembered
 MAX_REASON_CHARACTERS = 1000  # because a reason may quote the request
 _NO_MORE = "the run ends and accepts no more groups"
-# (members, environment) of a group that can be trained; else the reason why it cannot.
+# (members, number of the environment) of a group that can be trained, or the reason why a group cannot be trained.
 ReceivedGroup = tuple[list[Scored], int | None] | str
 
 
 class RankRings:
     """The rings of all ranks on this machine. An HTTP request does not choose the rank that trains its group, so each group is
-    pushed into the ring that holds the fewest records; equally full rings take turns."""
+    pushed into the ring that holds the fewest records. Rings with equally many records take turns."""
 
     def __init__(self, clients: Sequence[AsyncClient]) -> None:
         self._clients = list(clients)
 
     @property
     def policy_version(self) -> int:
-        """The newest policy version of any rank; 0 before the first. Ranks differ only for a moment."""
+        """The newest policy version that a rank has published; 0 before that. The versions of ranks differ only for a moment."""
         return max(0, *(client.policy_version for client in self._clients))
 
     @property
     def records_held(self) -> int:
-        """The number of records that are accepted, and not yet trained or dropped."""
+        """The number of records in all rings: accepted, and not trained or dropped yet."""
         return sum(client.statistics().records_held for client in self._clients)
 
     async def push(self, group: int, scored: Sequence[Scored], *, timeout: float) -> None:
-        """`AsyncClient.push` into one ring. If all rings are full, waits for that one ring: all ranks train a step together, so
-        no other ring has room earlier."""
+        """`AsyncClient.push` into the emptiest ring. If this ring is full, the call waits for this ring only: all ranks train a
+        step together, so no other ring has room earlier."""
         client = min(self._clients, key=lambda client: client.statistics().records_held)
-        # `min` returns the first of equally full rings, so this ring is moved to the end.
+        # `min` returns the first of several equal rings. Move this one to the end, so that equal rings take turns.
         self._clients.remove(client)
         self._clients.append(client)
         await client.push(group, scored, timeout=timeout)
@@ -87,7 +87,7 @@ def decompress(body: bytes | bytearray, encoding: str) -> bytes | bytearray:
 
 def read_groups(body: bytes | bytearray, limits: Limits, version: int) -> list[ReceivedGroup]:
     """The groups of a body. `version`: the newest policy version. Errors: Refused with status 400 (not JSON) or 413 (too large)."""
-    # Count before any object is built, because 100 KB of gzip may become gigabytes of objects.
+    # Count before any object is made: 100 KB of gzip may become gigabytes of objects.
     if sum(map(body.count, (b"[", b"{", b'"'))) > MAX_OBJECTS or body.count(b",") > MAX_VALUES:
         most = f"{MAX_OBJECTS:,} brackets and quotes, or {MAX_VALUES:,} values"
         raise Refused(413, f"the body has more than {most}; send fewer groups")
@@ -111,18 +111,18 @@ def read_groups(body: bytes | bytearray, limits: Limits, version: int) -> list[R
 
 @dataclass(slots=True)
 class AtroposStatistics:
-    """Counts of the groups that the door received so far."""
+    """Counts of an HTTP door."""
 
-    groups: int = 0  # accepted
-    refused: int = 0
+    groups: int = 0  # accepted groups
+    refused: int = 0  # refused groups, and requests that were refused as a whole
     last_refusal: str = ""
 
 
 class GroupReceiver:
-    """Handles `/scored_data` and `/scored_data_list`. The caller closes the rings."""
+    """Handles requests to `/scored_data` and `/scored_data_list`. The caller closes the rings."""
 
     def __init__(self, rings: RankRings, limits: Limits, wait_s: float, touch: Callable[[int | None], object]) -> None:
-        """`wait_s`: the longest wait for room, in seconds. `touch`: called with the environment of each accepted group."""
+        """`wait_s`: longest wait of a group for room, in seconds. `touch`: gets the environment's number of each accepted group."""
         self._rings = rings
         self._limits = limits
         self._wait_s = wait_s
@@ -130,7 +130,7 @@ class GroupReceiver:
         self._bodies = anyio.Semaphore(MAX_BODIES)
         self._held_bytes = 0
         self._read_lock = anyio.Lock()
-        self._accepted: deque[tuple[int | None, int]] = deque()  # (environment, members) of the newest groups
+        self._accepted: deque[tuple[int | None, int]] = deque()  # see `held`
         # Digest of an interrupted request -> indices of its groups that were pushed.
         self._interrupted: OrderedDict[bytes, set[int]] = OrderedDict()
         self._pushing: set[anyio.CancelScope] = set()
@@ -150,7 +150,7 @@ class GroupReceiver:
             scope.cancel()
 
     async def post(self, request: web.BaseRequest) -> web.Response:
-        """Push the groups of a request. Status 200: all accepted; 422: some cannot be trained; 503: no room, or the run ends."""
+        """Push the groups of a request. Status 200: all accepted; 422: some refused; 503: no room, or the run ends."""
         held_bytes = 0
 
         def count(size: int) -> None:
@@ -161,7 +161,7 @@ class GroupReceiver:
                 raise Refused(503, "the bodies of all requests are too large together; send again later", state="full")
 
         try:
-            # Receive before `acquire`, so that bodies that never end cannot block complete bodies.
+            # Receive before `acquire`, so that slow bodies cannot block complete bodies.
             body = await receive(request, MAX_BODY_BYTES, count)
             try:
                 with anyio.fail_after(self._wait_s):
@@ -176,7 +176,7 @@ class GroupReceiver:
                     decompressed = decompress(body, encoding)
                     return hashlib.blake2b(decompressed).digest(), read_groups(decompressed, self._limits, version)
 
-                # One body at a time: reading two bodies at once takes no less time, and twice the memory.
+                # Parse one body at a time: parsing two at the same time saves no time and takes twice the memory.
                 async with self._read_lock:
                     digest, groups = await offload(read, "http-body")
                 return await self._push_all(digest, groups)
@@ -189,9 +189,9 @@ class GroupReceiver:
             self._held_bytes -= held_bytes
 
     async def _push_all(self, digest: bytes, groups: list[ReceivedGroup]) -> web.Response:
-        """`digest`: identifies the request."""
+        """Push the groups and make the reply. `digest`: of the request's body, so that a repeated request is recognized."""
         refused: list[dict[str, Any]] = []
-        # An environment repeats an interrupted request. Skip the groups that were pushed the first time.
+        # An environment server repeats an interrupted request. Skip the groups that were pushed the first time.
         pushed = self._interrupted.pop(digest, set())
         try:
             for index, group in enumerate(groups):
@@ -219,7 +219,7 @@ class GroupReceiver:
         return reply(200, status="received", groups_processed=accepted)
 
     async def _push(self, group: ReceivedGroup) -> str:
-        """Push a group. Returns an empty text, or the reason for status 503. Errors: RecordError, RecordTooLarge."""
+        """Push a group. Returns "", or the reason why the request gets status 503. Errors: RecordError, RecordTooLarge."""
         if self.ended:
             return _NO_MORE
         if isinstance(group, str):
@@ -231,9 +231,9 @@ class GroupReceiver:
         try:
             with scope:
                 await self._rings.push(number, members, timeout=self._wait_s)
-        except (RecordError, RecordTooLarge):
+        except (RecordError, RecordTooLarge):  # subclasses of TransportError
             raise
-        except TransportError as error:  # the ring is full, or its owner has ended
+        except TransportError as error:  # the ring is full, or the run has ended
             return str(error)
         finally:
             self._pushing.discard(scope)
@@ -250,8 +250,8 @@ class GroupReceiver:
         self.statistics.last_refusal = reason[:MAX_REASON_CHARACTERS]
 
     def held(self) -> deque[tuple[int | None, int]]:
-        """(environment, number of members) of the newest groups, one for each record that the rings still hold. Older entries are
-        removed."""
+        """(number of the environment, number of members) of the newest accepted groups, as many as the rings hold records. Removes
+        older entries."""
         held = self._rings.records_held
         while len(self._accepted) > held:
             self._accepted.popleft()

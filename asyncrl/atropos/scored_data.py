@@ -1,19 +1,18 @@
-"""Converts a `ScoredData` object of Atropos into the members of a group. n members with L tokens each:
+"""Converts a `ScoredData` object of Atropos into the members of a group. n: number of members. L: number of tokens of a member.
 
     tokens              [n][L]  ids
     masks               [n][L]  -100: not trained; otherwise the id of the token
     scores              [n]     rewards
-    inference_logprobs  [n][L]  log-probs of the sampler, in nats; 1.0 for tokens that are not trained. May be left out; then the
-                                importance ratio is 1
+    inference_logprobs  [n][L]  log-probs of the sampler, in nats; ignored for tokens that are not trained (Atropos sends 1.0). If
+                                the field is missing, the importance ratio is 1
     messages            [n]     the conversation, stored with the member
     overrides           [n]     temperature, policy_version, set_advantage_to_zero
     group_overrides             temperature, policy_version
     generation_params           temperature
 
-The temperature is read from overrides, else from generation_params, else from group_overrides, else it is 1. The policy version is
-read from overrides, else from group_overrides, else it is the version at arrival. `set_advantage_to_zero` is stored in the member's
-metadata. The first token is never trained. Fields that a run cannot use are refused: `advantages` (the run computes them from the
-scores), `ref_logprobs` (the run has its own reference), `images` and `distill_*`.
+The temperature is taken from overrides, else generation_params, else group_overrides, else it is 1. The policy version is taken
+from overrides, else group_overrides, else it is the newest version. `set_advantage_to_zero` is stored in the member's metadata. The
+first token is never trained. A group with a field that a run cannot use is refused (`UNUSABLE`).
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ UNUSABLE = {
 
 
 def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
-    """The members of one `ScoredData` object. `version`: the newest policy version. Errors: DataError that names the member and
-    the fault. A group with one faulty member is refused."""
+    """The members of one `ScoredData` object. `version`: the newest policy version. Errors: DataError if the object or one of its
+    members is invalid."""
     if not isinstance(item, Mapping):
         raise DataError(f"the group is {_describe(item)}; expected an object with tokens, masks and scores")
     for name, reason in UNUSABLE.items():
@@ -71,13 +70,13 @@ def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
             values = _array(logprobs[i], f"inference_logprobs[{i}]", "iuf", mask.size)
         # A value that float32 cannot hold becomes infinite. `_check` refuses infinite log-probs of trained tokens.
         with np.errstate(over="ignore"):
-            columns = np.where(mask, values, 0.0).astype(np.float32)
+            trained_logprobs = np.where(mask, values, 0.0).astype(np.float32)
         scored.append(
             Scored(
                 tokens=ids,
                 reward=_number(scores[i], f"scores[{i}]"),
                 mask=mask,
-                logprobs=columns,
+                logprobs=trained_logprobs,
                 versions=np.where(mask, policy_version, -1).astype(np.int32),
                 prompt_length=prompts[i],
                 temperature=temperature,
@@ -90,7 +89,7 @@ def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
 
 
 def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> tuple[Any, int, bool]:
-    """(temperature, policy version, whether the advantage is set to zero) of member `i`."""
+    """(temperature, policy version, whether the advantage is set to zero) of member `i`. `override`: of this member."""
     member = _object(override, f"overrides[{i}]")
     group = _object(item.get("group_overrides"), "group_overrides")
     generation = _object(item.get("generation_params"), "generation_params")
@@ -111,8 +110,8 @@ def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> t
 
 
 def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
-    """Check a member here, where the sender gets the error. `runtime.door` checks again, because every process of this user can
-    write into the ring."""
+    """Errors: DataError, which the sender gets. `runtime.door` repeats the check, because every process of this user can write into
+    the ring."""
     trajectory = Trajectory(
         group_id=0,
         member=i,
@@ -133,7 +132,7 @@ def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
 
 
 def _member(tokens: Any, mask: Any, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """Returns (ids [L], loss mask [L])."""
+    """(token ids [L], mask [L]: True where the token is trained) of member `i`."""
     ids = _array(tokens, f"tokens[{i}]", "iu")
     wrong = np.flatnonzero(ids != ids.astype(np.int32))
     if wrong.size:
@@ -152,8 +151,8 @@ def _member(tokens: Any, mask: Any, i: int) -> tuple[npt.NDArray[np.int32], npt.
 
 
 def _prompt_lengths(members: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]]) -> list[int]:
-    """The prompt length of each member: the number of tokens before the first trained token. If all members begin with the tokens
-    of the shortest prompt, every member gets that prompt's length. Then the model computes this prompt only once for the group."""
+    """The prompt length of each member: the number of tokens before its first trained token. But if all members begin with the
+    shortest of these prompts, they all get its length, so that the model computes this prompt only once for the group."""
     lengths = [int(mask.argmax()) if mask.any() else int(mask.size) for _, mask in members]
     shortest = min(lengths)
     prompt = members[0][0][:shortest]
@@ -163,7 +162,7 @@ def _prompt_lengths(members: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.bo
 
 
 def _array(values: Any, name: str, kinds: str, size: int | None = None) -> npt.NDArray[Any]:
-    """An array [L]. `kinds`: the allowed kinds of numpy's dtypes. `size`: the number of tokens."""
+    """The list as an array [L]. `kinds`: the allowed values of numpy's `dtype.kind`. `size`: L; None: any length is allowed."""
     if not isinstance(values, list):
         raise DataError(f"{name} is {_describe(values)}; expected a list of numbers")
     try:

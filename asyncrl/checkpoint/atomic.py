@@ -17,9 +17,9 @@ _RENAME_EXCHANGE = 2
 
 
 def sync_tree(directory: Path) -> dict[str, int]:
-    """fsync `directory` and everything below it. Returns the size in bytes of every file by relative path.
+    """fsync `directory` and everything below it. Returns the size in bytes of every file, by relative path.
 
-    With delayed allocation a full disk raises its `OSError` only in fsync, so call this function before the rename.
+    Some file systems report a full disk only in fsync, by an `OSError`. So call this function before the rename.
     """
     sizes: dict[str, int] = {}
     for folder, _, files in os.walk(directory, topdown=False):
@@ -33,7 +33,7 @@ def sync_tree(directory: Path) -> dict[str, int]:
 
 
 def sync_directory(directory: Path) -> None:
-    """fsync one directory, so that its new and renamed entries survive a crash of the machine."""
+    """fsync the entries of one directory, so that new and renamed entries survive a crash of the machine."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,10 +42,10 @@ def sync_directory(directory: Path) -> None:
 
 
 def replace_directory(new: Path, target: Path, replaced: Path) -> None:
-    """Rename the directory `new` to `target`. An old directory at `target` is moved to `replaced`; the caller removes it.
+    """Rename the directory `new` to `target`. An old directory at `target` is renamed to `replaced`; the caller must remove that.
 
-    Linux exchanges the old and the new directory in one system call, so `target` exists at every moment. Other systems
-    need two renames, and between these renames there is no `target`.
+    Linux exchanges the old and the new directory in one system call, so `target` exists at every moment. Where this is
+    not supported, two renames are needed, and `target` does not exist between the two.
     """
     if not os.path.lexists(target):
         os.rename(new, target)
@@ -63,7 +63,7 @@ def replace_directory(new: Path, target: Path, replaced: Path) -> None:
 
 
 def replace_link(link: Path, target: str, temporary: Path) -> None:
-    """Make `link` a symbolic link to `target`, a name in the same directory. A rename of `temporary` replaces an older link."""
+    """Make `link` a symbolic link to `target`, a name in the directory of `link`. Creates `temporary` and renames it to `link`."""
     os.symlink(target, temporary)
     os.replace(temporary, link)
     sync_directory(link.parent)
@@ -78,7 +78,7 @@ def remove_tree(directory: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two directories atomically. False if the operating system or the file system has no such call."""
+    """Exchange two directories atomically. False if the operating system or the file system cannot do this."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

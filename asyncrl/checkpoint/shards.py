@@ -1,12 +1,12 @@
-"""Checkpoints of a sharded trainer: each rank of rank 0's replica (the ranks that together hold one copy of the model) writes its
-rows of every tensor, and rank 0 moves the files into the checkpoint.
+"""Checkpoints of a sharded trainer. A replica is a set of ranks that together hold one copy of the model. Each other rank of rank
+0's replica writes its rows of every tensor into a file, and rank 0 moves these files into the checkpoint.
 
     checkpoints/shards/step_40-rank_1.pt    written by rank 1, which then sends the SHA-256 to rank 0
     checkpoints/step_40/state/trainer.pt    the rows of rank 0, and the state that is not sharded
     checkpoints/step_40/state/shard_1.pt    the file of rank 1, moved here before the checkpoint is renamed into place
 
-No collective is used, since some ranks of a run that stops may never join a collective. All ranks of the replica must share the run
-directory. A resume reads full tensors, one at a time, so it may use another number of ranks and another `distributed.sharding`.
+A save uses no collective, because in a run that stops, some ranks may never call it. All ranks of the replica must share the
+run directory. A resume reads full tensors, one at a time, so it may use another number of ranks and another `distributed.sharding`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SHARDS = "shards"  # a folder in `checkpoints/`
 
 def write_shard(folder: Path, version: int, rank: int, state: Mapping[str, Any]) -> list[str]:
     """Write host tensors to the file of a rank above 0. Returns its path and SHA-256, for rank 0. Errors: CheckpointError.
-    Of the rank's files of lower versions only the newest stays: rank 0 saves during training and may not have moved it yet. Files
-    of higher versions are those of an earlier attempt, and are removed."""
+    Removes the rank's other files, except the file of the newest lower version: rank 0 saves during training, and may not have
+    moved that file yet. Files of higher versions are from an earlier attempt of the run."""
     check_plain(dict(state), f"shard {rank}")
     path = folder / f"step_{version}-rank_{rank}.pt"
     try:
@@ -40,7 +40,7 @@ def write_shard(folder: Path, version: int, rank: int, state: Mapping[str, Any])
         }
         lower = sorted(old for old in earlier if old < version)
         for old_version in [*lower[:-1], *(old for old in earlier if old > version)]:
-            earlier[old_version].unlink(missing_ok=True)  # rank 0 may move it at this moment
+            earlier[old_version].unlink(missing_ok=True)  # missing if rank 0 moves the file at this moment
         for unfinished in folder.glob(f"step_*-rank_{rank}.pt.partial"):
             unfinished.unlink()
         partial = path.with_name(path.name + ".partial")
@@ -74,10 +74,10 @@ def shards_writer(checkpoints: Path, version: int, shards: Mapping[int, Sequence
 
 
 def join_shards(directory: Path, trainer: dict[str, Any]) -> dict[str, Any]:
-    """The trainer state with the rows of all ranks. `masters` and `optimizer` become mappings that read a tensor on access.
+    """The trainer state with the rows of all ranks. `masters` and `optimizer` become mappings that read a tensor at each access.
 
-    `directory`: of the checkpoint. `trainer`: the dictionary of trainer.pt. A dictionary without the key `shard` is returned
-    unchanged, because it has all rows. Errors: CheckpointError.
+    `directory`: of the checkpoint. `trainer`: the dictionary of trainer.pt. Without the key `shard` it already has all rows, and is
+    returned unchanged. Errors: CheckpointError.
     """
     shard = trainer.get("shard")
     if shard is None:
@@ -91,7 +91,7 @@ def join_shards(directory: Path, trainer: dict[str, Any]) -> dict[str, Any]:
 
 
 class _JoinedTensors(Mapping[str, Any]):
-    """Name -> tensor, or name -> dictionary of tensors. Rows are concatenated; scalars are taken from the first part."""
+    """Name -> tensor, or name -> dictionary of tensors. Concatenates the rows of all parts; scalars are those of the first part."""
 
     def __init__(self, parts: Sequence[Mapping[str, Any]]) -> None:
         self._parts = parts

@@ -1,6 +1,6 @@
 """The state of a run in a checkpoint: `state/trainer.pt` and `state/run.json`.
 
-The functions import torch themselves, so that programs that only list checkpoints do not wait for that import.
+torch is imported inside the functions, so that programs that only list checkpoints do not wait for this import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.errors import CheckpointError
 
 from .manifest import STATE, HashedFile
 
-# A function that writes files into a temporary directory. It may return the SHA-256 of these files, by relative path.
+# Writes files of a checkpoint into the directory that it gets. May return the SHA-256 of these files, by relative path.
 Writer = Callable[[Path], Mapping[str, str] | None]
 
 TRAINER = "trainer.pt"
@@ -27,8 +27,8 @@ def state_writer(*, trainer: Mapping[str, Any], run: Mapping[str, Any]) -> Write
     """A writer of trainer.pt and run.json.
 
     `trainer`: nested dictionaries, lists and tuples of **host** tensors, numbers, strings, bytes and None. Other types are
-    refused, because unpickling them would run code. `run`: JSON values (version, turn, the resolved configuration; of each rank the
-    prompt cursor, untrained and next group ids, replay buffer). Errors of the writer: `CheckpointError` with the name of the entry.
+    refused, because unpickling them would run code. `run`: JSON values (version, turn, resolved configuration; for each rank its
+    cursor, ids of untrained groups, next group id, replay buffer). The writer raises `CheckpointError` with the refused entry.
     """
 
     def write(directory: Path) -> dict[str, str]:
@@ -45,15 +45,15 @@ def save_tensors(path: Path, state: Mapping[str, Any]) -> str:
     """Write `state` with `torch.save` and return the SHA-256 of the file. Errors: OSError, RuntimeError."""
     import torch
 
-    # If torch opens the path itself, a full disk raises only "unexpected pos 704 vs 598". With an open file the OSError is in
-    # the chain of the exception, where `CheckpointStore` looks for it.
+    # If torch opens the path itself, a full disk raises only "unexpected pos 704 vs 598". If torch gets an open file, the chain of
+    # the exception has the OSError, where `CheckpointStore` looks for it.
     with HashedFile(path) as file:
         torch.save(dict(state), file)
     return file.hexdigest()
 
 
 def check_plain(value: Any, name: str) -> None:
-    """Raise `CheckpointError` for a value that `torch.load(weights_only=True)` would refuse, and for a device tensor."""
+    """Raise `CheckpointError` for a tensor outside the host, and for a value that `torch.load(weights_only=True)` would refuse."""
     import torch
 
     if type(value) in (dict, OrderedDict):
@@ -74,8 +74,8 @@ def check_plain(value: Any, name: str) -> None:
 
 
 def read_tensors(path: Path, *, lazily: bool = False) -> dict[str, Any]:
-    """The dictionary in a file of `torch.save`, tensors on the host. Runs no pickled code. Errors: `CheckpointError`.
-    `lazily`: the tensors are memory-mapped, so their bytes are read on first use."""
+    """The dictionary in a file of `torch.save`, with tensors on the host. Runs no pickled code. Errors: `CheckpointError`.
+    `lazily`: memory-map the tensors, so that their bytes are read at the first use."""
     import torch
 
     try:

@@ -1,20 +1,20 @@
 """A directory of checkpoints. A save writes a temporary directory, fsyncs and renames it, and then removes old checkpoints.
 
     checkpoints/
-      step_40/                 model and tokenizer in Hugging Face form (`from_pretrained` takes it as it is)
-        state/trainer.pt       masters, optimizer, step counts, reference (state.py)
+      step_40/                 model and tokenizer of version 40 in Hugging Face format, for `from_pretrained`
+        state/trainer.pt       masters (master weights), optimizer, step counts, reference model (state.py)
         state/run.json         version, turn, prompt cursors, untrained groups, replay buffers, configuration
         state/shard_1.pt       the rows of rank 1, if the model is sharded (shards.py)
         state/manifest.json    size and SHA-256 of every file; a load compares them first (manifest.py)
       latest -> step_40        the checkpoint that a resume loads
-      .tmp-...                 an unfinished save; readers ignore the directory, and the next save removes it
+      .tmp-...                 an unfinished save or removal; readers ignore the directory, and the next save removes it
 
 Guarantees
-- A directory named `step_N` is complete at every moment, also after a kill or a power cut.
+- A directory with the name `step_N` is always complete, also after a kill or a power cut.
 - A save that fails (full disk, no permission, a writer that raises) leaves earlier checkpoints unchanged, removes its temporary
-  directory, and raises `CheckpointError` with the path and the cause. If only `latest` could not be changed, `step_N` stays, and
-  the error says how to resume from it.
-- A load uses no file of a damaged checkpoint. The error names the damaged files and the newest earlier intact checkpoint.
+  directory, and raises `CheckpointError` with the path and the cause. If only the change of `latest` failed, the new `step_N`
+  stays, and the error says how to resume from `step_N`.
+- A load of a damaged checkpoint raises. The error names the damaged files and the newest earlier checkpoint that is intact.
 - A checkpoint is removed only after a newer checkpoint is in place. The checkpoint that `latest` names is never removed.
 
 Only one process may write into a store. A lock runs the saves of that process one after another.
@@ -52,7 +52,7 @@ _TEMPORARY = ".tmp-"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An intact checkpoint on disk. `from_pretrained` takes its `path`."""
+    """A checkpoint on disk that was intact when it was loaded. `path` is a directory for `from_pretrained`."""
 
     version: int
     path: Path
@@ -65,7 +65,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Saves and loads the checkpoints of one directory. `keep`: how many of the newest checkpoints stay; 0: all."""
+    """Saves and loads the checkpoints of one directory. A save removes all but the newest `keep` checkpoints; 0: removes none."""
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
         self.directory = Path(directory)
@@ -77,7 +77,7 @@ class CheckpointStore:
         return self.directory / f"step_{version}"
 
     def versions(self) -> list[int]:
-        """Versions of the checkpoints in this directory, ascending. Their files are not compared with the manifest."""
+        """Versions of the checkpoints in this directory, ascending, damaged ones included."""
         try:
             names = [entry.name for entry in os.scandir(self.directory) if entry.is_dir(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
@@ -87,7 +87,7 @@ class CheckpointStore:
         return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
     def latest_version(self) -> int | None:
-        """The version that `latest` names, or the highest version if the link is missing or broken. None without a checkpoint."""
+        """The version that `latest` names; the highest version if this link is missing or broken; None without a checkpoint."""
         versions = self.versions()
         with contextlib.suppress(OSError):
             match = _STEP.fullmatch(os.readlink(self.directory / LATEST))
@@ -96,8 +96,8 @@ class CheckpointStore:
         return versions[-1] if versions else None
 
     def save(self, version: int, *writers: Writer) -> None:
-        """Write a checkpoint. All `writers` get the same temporary directory and write their files there. Blocks.
-        An older checkpoint of the same version is replaced. Errors: `CheckpointError`; earlier checkpoints are unchanged."""
+        """Write a checkpoint, and replace an older checkpoint of this version. Blocks. Each writer writes its files into the same
+        temporary directory. Errors: `CheckpointError`; earlier checkpoints are unchanged."""
         with self._save_lock:
             token = f"{os.getpid()}-{os.urandom(4).hex()}"
             temporary = self.directory / f"{_TEMPORARY}step_{version}-{token}"
@@ -133,7 +133,7 @@ class CheckpointStore:
 
     async def save_in_thread(self, version: int, *writers: Writer) -> None:
         """Run `save` on a new thread. The writers must own their tensors (host copies), because training continues.
-        A cancelled caller still waits for the end of the write. An error of the write is raised instead of the cancellation."""
+        A cancelled caller still waits until the save ends. An error of the save is raised instead of the cancellation."""
         await offload(lambda: self.save(version, *writers), "checkpoint")
 
     def load(self, version: int) -> Checkpoint:
@@ -155,7 +155,7 @@ class CheckpointStore:
         return None if version is None else self.load(version)
 
     def resume_advice(self, intact: int | None) -> str:
-        """Tells a user how to resume if `latest` names a damaged checkpoint, or still names the checkpoint before the newest.
+        """A text for the user: how to resume if `latest` names a damaged checkpoint, or does not name the newest one.
         `intact`: the version of the checkpoint to resume from; None if there is none."""
         if intact is None:
             return "no earlier checkpoint here is intact; run.overwrite=true starts the run anew"
@@ -164,7 +164,7 @@ class CheckpointStore:
 
     def _failure(self, action: str, version: int, error: Exception) -> CheckpointError:
         free = existing = ""
-        with contextlib.suppress(OSError, CheckpointError):  # these would hide `error`
+        with contextlib.suppress(OSError, CheckpointError):  # a second error would hide `error`
             free = f" ({shutil.disk_usage(self.directory).free / 2**20:.1f} MiB free on that disk)"
             latest = self.latest_version()
             existing = (
@@ -178,7 +178,7 @@ class CheckpointStore:
         return CheckpointError(f"could not {action} the checkpoint {self.path(version)}: {reason}{free}{existing}")
 
     def _remove_leftovers(self) -> None:
-        """Remove temporary directories and links of killed saves. The caller holds the lock, so no live save has any."""
+        """Remove temporary directories and links of killed saves. The caller must hold the lock: no other save may be running."""
         for entry in list(os.scandir(self.directory)):
             if entry.name.startswith(_TEMPORARY):
                 remove_tree(Path(entry.path))
@@ -186,8 +186,8 @@ class CheckpointStore:
     def _remove_old(self, version: int, replaced: Path) -> None:
         """Remove the replaced directory and all but the newest `keep` checkpoints.
 
-        Failures are logged and not raised, because the save itself has succeeded. Checkpoints with a higher version than `version`
-        stay and are not counted: a run that restarted from an older checkpoint has not reached these versions again.
+        Failures are logged and not raised, because the save itself has succeeded. Checkpoints above `version` stay, and do not
+        count in `keep`: after a resume from an older checkpoint the run has not yet reached their versions again.
         """
         try:
             candidates = [v for v in self.versions() if v <= version]
@@ -197,12 +197,12 @@ class CheckpointStore:
         outdated = [v for v in candidates[: -self._keep] if v != version] if self._keep else []
         # A user may have created a step_N without a manifest. Only asyncrl's checkpoints are removed.
         outdated = [v for v in outdated if (self.path(v) / MANIFEST).exists()]
-        # None stands for the replaced directory, which has a temporary name already.
+        # None stands for the directory `replaced`, which already has a temporary name.
         for number in [None, *outdated]:
             path = replaced if number is None else self.path(number)
             try:
                 if number is not None:
-                    # Rename first: a kill in the middle of the removal must not leave an incomplete step_N.
+                    # Rename first, so that a kill in the middle of the removal does not leave an incomplete step_N.
                     renamed = self.directory / f"{_TEMPORARY}gone-{number}-{os.urandom(4).hex()}"
                     os.rename(path, renamed)
                     path = renamed
@@ -214,7 +214,7 @@ class CheckpointStore:
 
 
 def _root_cause(error: BaseException) -> OSError | None:
-    """The `OSError` that torch.save hides behind `error`, an unrelated error of its cleanup. None if `error` is an `OSError`."""
+    """The `OSError` before `error`: on a full disk the cleanup of torch.save raises `error`. None if `error` is an `OSError`."""
     cause = error.__cause__ or error.__context__
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

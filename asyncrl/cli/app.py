@@ -22,10 +22,10 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl run CONFIG.yaml --dry-run                         print the plan of a run: resolved settings, memory, bounds
   asyncrl join HOST:PORT [a.b=value ...]                    generate for a run that listens there (distributed.listen)
   asyncrl prompts CONFIG.yaml [a.b=value ...] [-n 3]        print the first prompts after the chat template
-  asyncrl check RUN                                         compare every file of a run's checkpoints with its checksum
+  asyncrl check RUN                                         compare the files of a run's checkpoints with their checksums
   asyncrl check-model PATH [a.b=value ...]                  check every way to compute a model against eager transformers
-  asyncrl shm [list | clear [NAME ...]]                     list shared-memory segments; remove those without an owner
-  asyncrl explain NAME                                      formula, paper, normaliser, defaults of a loss or a setting
+  asyncrl shm [list | clear [NAME ...]]                     list your shared-memory segments; remove those without an owner
+  asyncrl explain NAME                                      print what a loss, an advantage, a setting or a metric means
   asyncrl report RUN                                        write report.html of a run, running or ended
   asyncrl nodes RUN                                         list the ranks of a run: role, version, load, who is lost
   asyncrl examples [DIRECTORY]                              list the examples, or copy them
@@ -50,7 +50,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit codes are those of `asyncrl.errors`, 2 for an unknown command, and 130 after Ctrl-C."""
+    """Run one command. Returns the exit code of the command, 2 for an unknown command, or 130 after Ctrl-C."""
     with lossy_output():
         try:
             return run_program(_main, arguments)

@@ -1,6 +1,6 @@
 """`asyncrl bench`: runs the benchmarks, which are a separate distribution, `asyncrl-bench` (tools/bench in the repository).
 
-If this package is used from a checkout, the benchmarks of that checkout are preferred: they match the package's code.
+If this package is in a checkout, the benchmarks of that checkout win over installed ones: they match the package's code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ To install it, run in a checkout of asyncrl: pip install ./tools/bench"""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmarks. Returns the exit code of `asyncrl_bench`, or 2 if `asyncrl_bench` is not installed."""
+    """Run the benchmarks. Returns the exit code of `asyncrl_bench`, or 2 if Python does not find `asyncrl_bench`."""
     if (CHECKOUT / "asyncrl_bench").is_dir() and str(CHECKOUT) not in sys.path:
         sys.path.insert(0, str(CHECKOUT))
     if importlib.util.find_spec("asyncrl_bench") is None:

@@ -1,4 +1,4 @@
-"""`asyncrl check RUN`: compares checkpoints with their recorded sizes and checksums. No lock is taken: the run may be alive."""
+"""`asyncrl check RUN`: compares the files of checkpoints with recorded sizes and checksums. Takes no lock: the run may be alive."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 USAGE = """\
-asyncrl check RUN: compare every file of every checkpoint with its size and SHA-256, and print one line per checkpoint.
+asyncrl check RUN: compare the files of every checkpoint with the sizes and SHA-256 in its manifest. Prints a line for each.
 RUN is a run directory (`runs/NAME`, or NAME for short) or a checkpoint (`runs/NAME/checkpoints/step_N`). The run may be alive.
-Exit codes: 0, 5 if a checkpoint is damaged, 2 if there is no such run or checkpoint.
+Exit codes: 0, 5 if a checkpoint is damaged or cannot be read, 2 if there is no such run or checkpoint.
 """
 INTACT, DAMAGED, REMOVED = "intact", "damaged", "removed meanwhile"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print one line per checkpoint. Returns 0, 5 if a checkpoint is damaged, or 2 if RUN names no run or checkpoint."""
+    """Print one line per checkpoint. Returns the exit code, see `USAGE`."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print(USAGE, end="")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
@@ -54,12 +54,12 @@ def _check_all(directory: Path) -> int:
     latest = store.latest_version()
     if latest is not None and results.get(latest) == DAMAGED:
         earlier = [version for version in versions if version < latest and results[version] == INTACT]
-        print(f"resume=true would go on from step_{latest}; {store.resume_advice(earlier[-1] if earlier else None)}")
+        print(f"resume=true fails: step_{latest} is damaged; {store.resume_advice(earlier[-1] if earlier else None)}")
     return CheckpointError.exit_code if DAMAGED in results.values() else 0
 
 
 def _check(checkpoint: Path) -> str:
-    """Print the line of one checkpoint. Returns INTACT, DAMAGED or REMOVED."""
+    """Compare one checkpoint and print its line. Returns INTACT, DAMAGED, or REMOVED if the run has just deleted it."""
     from asyncrl.checkpoint.manifest import compare_during_run
 
     comparison = compare_during_run(checkpoint)

@@ -1,6 +1,6 @@
-"""`asyncrl check-model PATH [a.b=value ...]`: compares each path of this runtime (fused, packed, plain) with eager transformers.
+"""`asyncrl check-model PATH`: compares every way to compute a model (fused, packed, plain) with eager transformers, on the CPU.
 
-A run makes the same comparison at its start, but stops at the first path that agrees (runtime/gate.py). If the model's rotary
+A run compares on its own device at its start, and stops at the first way that agrees (runtime/gate.py). If the model's rotary
 frequencies depend on the length of a row, rows within the original context and longer rows are compared separately.
 """
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from asyncrl.runtime.gate import Verdict
 
 USAGE = """\
-asyncrl check-model PATH [a.b=value ...]: compare every path with the model's eager forward and backward (exit 2: refused).
-PATH is model.path: a directory, a hub id, or file.py:function. The settings are those of a run: model.*,
-train.gradient_checkpointing and distributed.sharding."""
+asyncrl check-model PATH [a.b=value ...]: compare every way to compute the model (fused, packed, plain) with the eager forward and
+backward of transformers, on the CPU. Exit code 2: the model is refused. PATH: model.path, a directory, hub id or file.py:function.
+Of the settings of a run only model.*, train.gradient_checkpointing and distributed.sharding matter."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes: 0, or 2 for a refused model. A model refused only for rows past its original context can be trained: 0."""
+    """Exit codes: 0, or 2 for a refused model. 0 too if only rows past the original context are refused: shorter rows can train."""
     if not arguments or arguments[0].startswith("-"):
         print(USAGE)
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
@@ -51,9 +51,9 @@ def main(arguments: Sequence[str]) -> int:
             lora=config.model.lora,
             checkpointing=config.train.gradient_checkpointing,
             sharded=config.distributed.sharding == "fsdp",
-            every=True,
+            all_paths=True,
         )
-        _ = verdict.path  # raises if no path agrees
+        _ = verdict.path  # raises ConfigError if no way agrees
         return verdict
 
     try:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy all into DIRECTORY (exit code 2 if DIRECTORY has one already)"
+USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy them into DIRECTORY (exit code 2 if DIRECTORY has one of them)"
 PACKAGE = Path(__file__).resolve().parent.parent
 
 

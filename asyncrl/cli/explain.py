@@ -1,4 +1,4 @@
-"""`asyncrl explain NAME`: prints the documentation of a loss, an advantage, a mode, a setting or a metric.
+"""`asyncrl explain NAME`: prints what a loss, an advantage, an importance mode, a KL estimator, a setting or a metric means.
 
 A name may have several meanings (`grpo` is a loss and an advantage): all are printed.
 """
@@ -26,30 +26,30 @@ from asyncrl.types import Normaliser
 
 USAGE = (
     "asyncrl explain NAME: a loss or an advantage (built in, or your own as `file.py:name`), an importance mode, a KL estimator, "
-    "a metric (`optim/grad_norm`), or a setting (`asyncrl run --help`, or the setting's name in TRL or verl)"
+    "a metric (`optim/grad_norm`), or a setting (listed by `asyncrl run --help`; also by its name in TRL or verl)"
 )
 
 
 def explain(name: str) -> str:
-    """The text about everything that has this name; empty for an unknown name. Errors: ConfigError for bad user code."""
+    """The text about everything with this name; empty for an unknown name. Errors: ConfigError if user code cannot be loaded."""
     if ":" in name and metric(name) is None:
-        # The name is an address of the user's code. Loading registers the method.
+        # `file.py:name`: a loss or an advantage in the user's code. Loading registers the loss or advantage for the lookups below.
         load_method("loss" if isinstance(load_object(name), type) else "advantage", name)
-    parts = [*_losses(name), *_advantages(name), *_modes(name), *_settings(name)]
+    parts = [*_losses(name), *_advantages(name), *_modes_and_estimators(name), *_settings(name)]
     if not parts and (setting := other_name(name)) is not None:
         parts.append(f"{name}, as other code bases call it, is {setting} here.\n\n{explain(setting)}")
     return "\n\n".join([*parts, *_metrics(name)])
 
 
 def known() -> list[str]:
-    """Every name that can be explained, sorted."""
+    """The names of this package that can be explained, sorted. Names in other code bases are left out."""
     settings = [name for full in config_fields() for name in (full, full.rpartition(".")[2])]
     methods = {*registry.LOSSES, *registry.ADVANTAGES, *importance.IMPORTANCE_MODES, *kl.KL_ESTIMATORS}
     return sorted({*methods, *settings, *metrics()})
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the text of each name. Exit codes: 0, or 2 for an unknown name."""
+    """Print the text of each name. Exit codes: 0, or 2 for a name that is unknown or cannot be loaded."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
@@ -75,13 +75,13 @@ def _losses(name: str) -> Iterator[str]:
         return
     streams = "no" if loss.normaliser is Normaliser.MICROBATCHES else "yes"
     by_tokens = loss.normaliser is Normaliser.TOKENS
-    entropy_needs = "nothing" if by_tokens else "rollout.streaming=false"
+    entropy = "yes" if by_tokens else "only with rollout.streaming=false"
     yield "\n".join(
         [
             f"loss {name}  (algorithm.loss={name})",
             _doc(loss),
-            f"divided by: {loss.normaliser.value}    can be streamed: {streams}    entropy.coef also needs: {entropy_needs}",
-            f"needs: {', '.join(_needs(loss)) or 'nothing beside the sampled tokens'}",
+            f"divided by: {loss.normaliser.value}    can be streamed: {streams}    takes algorithm.entropy.coef: {entropy}",
+            f"needs: {', '.join(_needs(loss)) or 'only what every loss needs'}",
             *_own_settings(loss),
             *_conflict_lines(name, loss.conflicts),
         ]
@@ -90,7 +90,7 @@ def _losses(name: str) -> Iterator[str]:
 
 def _needs(loss: type[LossMethod]) -> Iterator[str]:
     if loss.needs_old:
-        yield "old log-probs, where a batch has several updates"
+        yield "old log-probs, if a batch has several updates"
     if loss.needs_reference:
         yield "reference log-probs"
     if loss.needs_entropy:
@@ -119,11 +119,11 @@ def _advantages(name: str) -> Iterator[str]:
     yield "\n".join([*lines, *own, *_conflict_lines(name, estimator.conflicts)])
 
 
-def _modes(name: str) -> Iterator[str]:
+def _modes_and_estimators(name: str) -> Iterator[str]:
     mode = importance.IMPORTANCE_MODES.get(name)
     if mode is not None:
-        raw = "; kept tokens have their raw weights" if mode.raw_token_weights else ""
-        what = f"ratio per {mode.level}, ratios outside the bounds: {mode.action}{raw}"
+        raw = "; a token of a kept sequence has its own ratio" if mode.raw_token_weights else ""
+        what = f"level of the ratios: {mode.level}; ratios outside the bounds: {mode.action}{raw}"
         yield f"importance mode {name}  (algorithm.importance.mode={name}): {what}\n{_doc(importance)}"
     if name in kl.KL_ESTIMATORS:
         yield f"KL estimator {name}  (algorithm.kl.estimator={name})\n{_doc(kl)}"
@@ -138,7 +138,7 @@ def _settings(name: str) -> Iterator[str]:
 def _metrics(name: str) -> Iterator[str]:
     exact = metric(name)
     for row in [exact] if exact else [row for row in metrics().values() if row.name.endswith(f"/{name}")]:
-        # The name of a row may be a pattern such as idle/<lane>/<cause>.
+        # The documented name of a metric may be a pattern such as idle/<lane>/<cause>.
         pattern = f", one of {row.name}" if exact and row.name != name else ""
         yield f"metric {name if exact else row.name}{pattern}  (unit: {row.unit})\n{row.meaning}\na bad value: {row.bad}"
     section, _, lane_and_cause = name.partition("/")
@@ -153,7 +153,7 @@ def _setting(field: ConfigField) -> Iterator[str]:
         setting = SETTINGS[field.name]
         losses = registry.readers().get(setting.flat, ())
         if losses:
-            yield f"read by: {', '.join(losses)}; refused with another loss"
+            yield f"read by: {', '.join(losses)}; refused with another built-in loss"
         owner = next(method for method in registry.methods() if setting in method.settings())
         yield f"\n{_doc(owner.formula or owner)}"
     reason = refusal(field.name)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
 USAGE = """\
-asyncrl join HOST:PORT [a.b=value ...]: generate for the run that listens at HOST:PORT (distributed.listen), until it ends.
-ASYNCRL_SECRET must be that of the run. The configuration comes from the run. The files and the code that it names must be at the
-same paths here; if not, give their paths here as a.b=value. The model's weights come from the run. Ctrl-C and SIGTERM end this
-node, and the run goes on.
+asyncrl join HOST:PORT [a.b=value ...]: generate for the run that listens at HOST:PORT (distributed.listen), until the run ends.
+The environment variable ASYNCRL_SECRET must have the same value as for the run. The run sends its configuration and the weights of
+the model. This machine must have the files and the code that the configuration names. If their paths differ here, give these paths
+as a.b=value. Ctrl-C and SIGTERM end this node, and the run goes on.
 A node may set: """
-# Settings that a node may set: its devices, its processes, and its paths of the files and the code that the run's settings name.
+# Settings that a node may set: its devices, processes and engine limits, and its paths of the run's files and code.
 LOCAL = (
     "model.device", "threads", "generation.workers", "generation.threads", "generation.devices", "generation.tensor_parallel",
     "engine.max_sequences", "engine.kv_positions", "reward.workers", "model.path", "model.tokenizer", "data.train", "data.eval",
@@ -29,7 +29,7 @@ LOCAL = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 if the run ended well; else the exit code of the error, or 128 + the number of the signal."""
+    """Returns 0 if the run ended without an error; else the error's exit code, or 128 + the signal that ended this node."""
     if not arguments or arguments[0].startswith("-"):
         print(USAGE + ", ".join(LOCAL))
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
@@ -49,9 +49,7 @@ def _join(address: str, *overrides: str) -> int:
         )
     for name, _, typed in parse_overrides(overrides):
         if name not in LOCAL:
-            raise ConfigError(
-                f"override {typed!r}: {name} is a setting of the whole run; a node that joins may set {', '.join(LOCAL)}"
-            )
+            raise ConfigError(f"override {typed!r}: a node that joins cannot set {name}, only {', '.join(LOCAL)}")
     secret = require_secret("asyncrl join connects with the secret of the run")
     print(f"asyncrl: joining the run at {address}", file=sys.stderr, flush=True)
     joined = asyncio.run(ask_to_join(address, secret))
@@ -66,8 +64,8 @@ def _join(address: str, *overrides: str) -> int:
 
 
 def configuration(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """The configuration of a node. `tree`: the run's configuration. It is loaded through a file, because `load_config` names the
-    file of a wrong setting in its message. Errors: ConfigError."""
+    """The configuration of a node: the run's (`tree`), changed by `overrides`. It is loaded from a temporary file, because the
+    message of `load_config` names the file of a wrong setting. Errors: ConfigError."""
     from asyncrl.config.load import load_config
 
     node_tree = {**tree, "resume": False, "distributed": {**tree["distributed"], "listen": None}}

@@ -1,4 +1,4 @@
-"""`asyncrl nodes RUN`: lists the ranks of a run, as rank 0 last knew them. Reads a file, so the run may be dead."""
+"""`asyncrl nodes RUN`: lists the ranks of a run as its nodes.json has them. Rank 0 rewrites this file until the run ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print one line per rank. Exit codes: 0, or 2 if there is no such run, or the run has a single rank."""
+    """Print one line per rank. Exit codes: 0, or 2 if there is no such run or no nodes.json, as for a run with a single rank."""
     parser = argparse.ArgumentParser(prog="asyncrl nodes", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="a run directory (`runs/NAME`, or NAME for short)")
     parser.add_argument("--json", action="store_true", help="print the run's nodes.json as it is")

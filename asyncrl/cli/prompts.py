@@ -1,7 +1,7 @@
 """`asyncrl prompts CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [-n 3]`: prints the first prompts of a run.
 
-The prompts are those that the run would train on, in the run's order. The text is decoded from their token ids: after the chat
-template, with all special tokens, and cut to `data.max_prompt_tokens` if the run would cut the prompt.
+The prompts are those that the run would train on, in the run's order. Each text is decoded from the prompt's token ids: after the
+chat template, with all special tokens, and cut to `data.max_prompt_tokens` if the run would cut the prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ USAGE = "usage: asyncrl prompts CONFIG.yaml [MORE.yaml ...] [a.b=value ...] [-n 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the prompts. Returns 0, 2 without arguments, or the exit code of an `AsyncrlError`."""
+    """Print the prompts. Returns 0; 2 if there are no arguments; or the exit code of an `AsyncrlError`."""
     remaining = list(arguments)
     if not remaining or "--help" in remaining or "-h" in remaining:
         print(USAGE)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _take_count(arguments: list[str]) -> int:
-    """Remove `-n COUNT` from `arguments`. Returns the count, or 3 without `-n`. Errors: ConfigError."""
+    """Remove `-n COUNT` from `arguments`. Returns the count, 3 by default. Errors: ConfigError."""
     if "-n" not in arguments:
         return 3
     index = arguments.index("-n")

@@ -1,4 +1,4 @@
-"""`asyncrl shm`: list the shared-memory segments of asyncrl on this machine, and clear those without an owner."""
+"""`asyncrl shm`: list this user's shared-memory segments of asyncrl, and clear those without an owner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.transport.inventory import clear, inventory
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command. Exit codes: 0; 1 where a named segment could not be cleared; else those of `asyncrl.errors`."""
+    """Run the command. Exit codes: 0; 1 if a segment that the user named could not be cleared; else those of `asyncrl.errors`."""
     parser = argparse.ArgumentParser(prog="asyncrl shm", description=__doc__)
     actions = parser.add_subparsers(dest="action")
     actions.add_parser("list", help="list the segments and their owners (the default)")
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     clearing.add_argument(
         "--drop-records",
         action="store_true",
-        help="remove also segments with a damaged ring, and those with accepted records, which are then lost",
+        help="remove also segments with an unreadable ring, and those with accepted records; the records are lost",
     )
     options = parser.parse_args(list(arguments))
     try:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 def _list() -> int:
     entries = inventory()
     if not entries:
-        print("nothing of asyncrl lies in shared memory")
+        print("nothing of asyncrl lies in this user's shared memory")
         return 0
     rows = [("name", "owner", "size", "records")]
     for entry in entries:
@@ -53,8 +53,8 @@ def _list() -> int:
 
 
 def _clear(names: Sequence[str], drop_records: bool) -> int:
-    """Clear the named segments, else all without an owner. Exit code 1 only where a named segment could not be cleared."""
-    # `clear` refuses a segment whose owner is not listed and holds the lock.
+    """Clear the segments with these names; without names, all that have no owner. Returns the exit code, see `main`."""
+    # `inventory` cannot see every owner. So `clear` raises ArenaOwned if a process holds the segment's lock.
     wanted = list(names) or [entry.name for entry in inventory() if entry.owner is None]
     failed = 0
     for name in wanted:

@@ -1,19 +1,20 @@
-"""Send scored trajectories to a running asyncrl from any process, and read the version of its policy.
+"""Send trajectories to a run from other processes of the same machine, and read the version of the run's policy.
 
     from asyncrl.client import Client, Scored
 
-    with Client.attach("my-run") as client:                     # the name of the run's ring
+    with Client.attach("my-run") as client:                     # the name of the run's shared-memory ring
         for group in range(1000):
             rollouts = play(client.policy_version)              # your environment, simulator, framework
             client.push(group, [Scored(tokens=r.ids, mask=r.mask, logprobs=r.logprobs, reward=r.score) for r in rollouts])
 
-`AsyncClient` has the same methods with `await`. When `push` returns, the trajectories are accepted: they are in shared
-memory and survive the death of either process. While the ring is full, `push` waits. After `timeout` seconds `push` raises
-RingFull, and nothing was pushed. When the run ends or is stopped, a `push` that waits, or else the next `push`, raises
-RingDetached at once. A later `push` waits for the next run of the same name and attaches to that run.
+`AsyncClient` has the same methods; `attach`, `push` and `close` are coroutines. When `push` returns, the trajectories are
+accepted: they are in shared memory, and survive if the client or the run dies. While the ring is full, `push` waits. After
+`timeout` seconds `push` raises RingFull, and nothing was pushed. When the run ends or is stopped, a waiting `push` raises
+RingDetached at once. If no `push` waits, the next one raises RingDetached, unless the next run with the same ring name has
+started. A later `push` waits for that run and attaches to it.
 
-The module needs numpy and the standard library alone. `pip install asyncrl-client` installs it without torch (from a
-checkout: `pip install ./client`). asyncrl contains the module too, so install only one of the two packages.
+This module imports only numpy and the standard library. `pip install asyncrl-client` installs it without torch (from a
+checkout: `pip install ./client`). The package `asyncrl` contains this module too, so install only one of the two packages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clients for producers, which send groups to a run through its ring in shared memory. `Client` blocks, `AsyncClient` does not."""
+"""Clients of a run. They send groups to the run through a ring, a buffer in shared memory. The methods of `Client` block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .scored import Scored, Sender, group_draft
 
 
 class _ClientBase:
-    """Base of both clients. Makes the record of a pushed group."""
+    """Base of both clients. Makes the record (the bytes in the ring) of a pushed group."""
 
     def __init__(self, producer: Producer | AsyncProducer, epoch: int | None) -> None:
         self._producer = producer
@@ -20,7 +20,7 @@ class _ClientBase:
 
     @property
     def policy_version(self) -> int:
-        """The newest policy version of the run. -1 before the run has published a version. Cheap: a read of shared memory."""
+        """The newest policy version that the run has published. -1: none yet. The call only reads shared memory."""
         return self._producer.policy_version
 
     def statistics(self) -> ProducerStatistics:
@@ -42,7 +42,7 @@ class _ClientBase:
 
 
 class Client(_ClientBase):
-    """Blocking client. Several threads of one process may share it. Close it, or use `with`."""
+    """Blocking client. Several threads of one process may share a client. Call `close`, or use `with`."""
 
     _producer: Producer
 
@@ -50,9 +50,9 @@ class Client(_ClientBase):
     def attach(cls, name: str, *, timeout: float = 30.0, epoch: int | None = None) -> Client:
         """Attaches to the run with the ring `name`. Waits at most `timeout` seconds for the run.
 
-        `epoch`: an id for the numbering of groups. The default is a new id. After a crash, use the old id to push the same
-        groups again: the run drops the members that it already has.
-        Errors: RingDetached, PlatformError, ConfigError.
+        `epoch`: a number that the run reads together with the number of a group: (epoch, group) names the group. None: a new
+        number. After a crash, give the old number to push the same groups again: the run drops the members that it already has.
+        Errors: RingDetached if no such run is there; PlatformError; ConfigError for an invalid name.
         """
         return cls(Producer.attach(name, timeout=timeout), epoch)
 
@@ -69,12 +69,11 @@ class Client(_ClientBase):
     ) -> None:
         """Pushes trajectories of one group. Returns when the ring has accepted them.
 
-        `group`: the number of the group, unique within the epoch. `scored`: all trajectories of the group, or only the
-        members with the numbers `members`, in a group of `group_size`. `policy_version`: the version that sampled the
-        tokens, by default the newest. `metadata`: JSON values for the group.
-        Errors: RecordError for wrong trajectories; RecordTooLarge; RingFull after `timeout` seconds; RingDetached if the
-        run has ended. A later push of the same trajectories waits at most `timeout` seconds for the next run, which drops
-        the members that it already has.
+        `group`: the number of the group, unique within the epoch. `scored`: trajectories of the group. `members`: their
+        numbers in the group, from 0; None: 0, 1, 2 ... `group_size`: trajectories of the whole group; None: as many as
+        `scored`. `policy_version`: the version that sampled the tokens; None: the newest. `metadata`: JSON values for the group.
+        Errors: RecordError for wrong trajectories; RecordTooLarge; RingFull after `timeout` seconds; RingDetached if the run
+        has ended: push the same trajectories again for the next run, which drops the members that it already has.
         """
         self._producer.put(self._plan(group, scored, members, group_size, policy_version, metadata), timeout=timeout)
 
@@ -109,7 +108,7 @@ class AsyncClient(_ClientBase):
         metadata: Mapping[str, Any] | None = None,
         timeout: float = 60.0,
     ) -> None:
-        """As `Client.push`. A cancelled push has pushed nothing, unless the run ended at the same time."""
+        """As `Client.push`. A cancelled push has pushed nothing, except perhaps if the run has ended."""
         await self._producer.put(
             self._plan(group, scored, members, group_size, policy_version, metadata), timeout=timeout
         )

@@ -1,4 +1,4 @@
-"""A scored trajectory of a producer, and the record of a group of such trajectories."""
+"""A trajectory of a producer (the process of a client), and the draft of a group's record."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from ..types import FinishReason
 
 @dataclass(slots=True, eq=False)
 class Scored:
-    """L tokens of one episode, and its reward. Per-token columns are aligned to `tokens`.
+    """The L tokens of one episode and its reward, if the producer knows it. Arrays [L, ...] are aligned to `tokens`.
 
-    A column is an array, or a value that numpy converts to an array. None: not known. All members of a push need the same columns.
+    An array may be any value that numpy converts. Each array [L, ...] must be there for all trajectories of a push, or for none.
     """
 
     tokens: Any  # [L] ids
     reward: float | None = None  # None: the run scores the episode
-    # [L] 1 if the loss may train the token; default: all tokens after the prompt.
+    # [L] 1 if the loss may train the token, else 0. None: 1 for all tokens after the prompt; `prompt_length` is then required.
     mask: Any = None
-    # [L] nats, of the sampler over the whole vocabulary, 0 where mask is 0. None: the ratio to the trainer counts as 1.
+    # [L] nats, of the sampler over the whole vocabulary, 0 where mask is 0. None: the importance ratio counts as 1.
     logprobs: Any = None
-    # [L] nats, of the distribution after top-p and top-k; default: `logprobs`.
+    # [L] nats, of the distribution after top-p and top-k. None: `logprobs`.
     sampled_logprobs: Any = None
-    # [L] policy version of each token, -1 where mask is 0; default: `policy_version` of the push.
+    # [L] policy version of each token, -1 where mask is 0. None: `policy_version` of the push.
     versions: Any = None
-    # [L, layers, k] signed integers, -1: not known. A run with algorithm.router_replay needs them.
+    # [L, layers, k] signed integers, -1: not known. A run with algorithm.router_replay needs this column.
     routed_experts: Any = None
-    # At least 1; default: the number of tokens before the first token with mask 1.
+    # At least 1. None: the number of tokens before the first token with mask 1; without such a token, all tokens.
     prompt_length: int | None = None
     temperature: float = 1.0  # of sampling, 1e-6 to 1e6
     finish_reason: str = "stop"  # stop, length, abort
-    components: Mapping[str, float | None] = field(default_factory=dict)  # parts of the reward
+    components: Mapping[str, float | None] = field(default_factory=dict)  # parts of the reward; None: does not apply
     messages: Any = ""  # JSON: the completion as text or messages
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON
     # [n, 2] rows (start, after): the segment of tokens from `start` on follows token `after`; -1: no token. None: no branches.
     branches: Any = None
     # [t] the index of the first sampled token of each reply. None: all sampled tokens are one reply.
     turns: Any = None
-    # [t] the reward of each reply. The difference of `reward` and their sum belongs to the last reply.
+    # [t] the reward of each reply. `reward` minus the sum of `turn_rewards` is added to the last reply's reward.
     turn_rewards: Any = None
 
 
@@ -63,7 +63,7 @@ _FIELDS = frozenset(f.name for f in dataclasses.fields(Scored))
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """The producer of a group, and the policy version that sampled the group's tokens, as the producer states."""
+    """What a producer says about a group: epoch (see `Client.attach`), version that sampled the tokens, id of the producer."""
 
     epoch: int
     policy_version: int
@@ -79,7 +79,7 @@ def group_draft(
     group_size: int | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Draft:
-    """The record of the trajectories `scored`. Parameters: see `Client.push`. Errors: RecordError."""
+    """The draft of the record of one group. Parameters: see `Client.push`. Errors: RecordError."""
     rows = [_as_scored(position, value) for position, value in enumerate(scored)]
     numbers = list(range(len(rows))) if members is None else [int(member) for member in members]
     if len(numbers) != len(rows):
@@ -120,15 +120,15 @@ def _as_scored(position: int, value: Scored | Mapping[str, Any]) -> Scored:
 
 def _prompt_length(position: int, row: Scored) -> int:
     if row.prompt_length is None and row.mask is None:
-        raise RecordError(f"trajectory {position}: mask and prompt_length are both missing; give one of the two")
+        raise RecordError(f"trajectory {position}: mask and prompt_length are both missing; give at least one of them")
     length = row.prompt_length
     if length is None:
         trained = np.flatnonzero(row.mask)
         length = int(trained[0]) if trained.size else len(row.tokens)
     if length < 1:
         raise RecordError(
-            f"trajectory {position}: prompt_length is {length}; a prompt has 1 token or more, from which the first "
-            "trained token is predicted"
+            f"trajectory {position}: prompt_length is {length}; a prompt needs at least 1 token, because the first trained "
+            "token is predicted from the prompt"
         )
     if row.mask is not None and np.any(np.asarray(row.mask)[:length]):
         raise RecordError(

@@ -1,5 +1,5 @@
 """Lanes, tasks, threads and child processes.
 
 Start reading in `supervisor.py` (the one task group of a run) and `lane.py` (the one thread that owns a device). `watchdog.py`
-ends a run that makes no progress, and `describe.py` describes tasks and waits for its messages.
+ends a run that makes no progress, and `describe.py` has the descriptions of tasks and waits for the watchdog's messages.
 """

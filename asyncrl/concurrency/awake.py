@@ -1,8 +1,8 @@
 """A monotonic clock that leaves out suspensions of this process. Deadlines on the event loop of a run use this clock.
 
 A job can be suspended by Ctrl-Z or by a paused container. The kernel's clocks go on meanwhile, so on waking every deadline would
-have passed. Here two readings that are more than a second apart mean a suspension. Its length is their distance, less a second, and
-less the processor time that the process used meanwhile.
+have passed. Here two readings of the clock that are more than `GAP_S` apart mean a suspension. Its length is the time between the
+readings, minus `GAP_S`, and minus the processor time that the process used meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-# The part of a gap that counts as no suspension, in seconds: on a busy machine a thread may wait for a processor.
+# A shorter gap between two readings, in seconds, is no suspension: on a busy machine a thread may wait that long for a processor.
 GAP_S = 1.0
 
 _lock = threading.Lock()
@@ -25,7 +25,7 @@ _cpu_reading = (0.0, 0.0)
 
 
 def suspended_s() -> float:
-    """Seconds of all suspensions that were noticed in this process. Callable from any thread."""
+    """Read the clock. Returns the seconds of all suspensions noticed while an `on_loop` was open. Callable from any thread."""
     global _last_reading, _cpu_reading, _suspended_s
     with _lock:
         previous, _last_reading = _last_reading, time.monotonic()
@@ -37,8 +37,8 @@ def suspended_s() -> float:
 
 
 def now() -> float:
-    """`time.monotonic()` less the seconds of suspension."""
-    # `suspended_s` may notice a suspension, so the clock is read afterwards.
+    """`time.monotonic()` minus the seconds of suspension."""
+    # The clock is read last. If it were read first, a suspension between the two calls would make `now` go back.
     suspended = suspended_s()
     return time.monotonic() - suspended
 

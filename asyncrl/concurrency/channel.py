@@ -5,7 +5,7 @@ The receiver finds the bytes as `message["data"]`. A message on the socket:
     magic 4s | length of the JSON u32 | length of the bytes u64 | JSON | bytes
 
 Guarantees of a `Channel`
-* `send` never waits. It buffers what the peer does not read yet, in order.
+* `send` never waits. It buffers what the peer has not read, in order.
 * Every message that the peer sent before it closed or died can be received, even if our own writes failed. (A transport of
   asyncio closes at the first failed write and drops the unread input. The last messages of a child would be lost.)
 * A cancelled `receive` loses no message.
@@ -110,7 +110,7 @@ class Channel:
             self._on_writable()
 
     async def drain(self) -> None:
-        """Wait until all messages have left this process. Returns at once if the peer reads no more."""
+        """Wait until all sent messages are in the socket. Returns at once if the peer reads no more."""
         while self._unsent:
             self._all_sent.clear()
             await self._all_sent.wait()

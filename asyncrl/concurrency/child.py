@@ -5,11 +5,11 @@ pid of this process. The child calls `die_with_parent(PARENT)` before anything e
 
 Guarantees
 * A child has a session of its own: Ctrl-C in the terminal does not reach it. It inherits only its channel, the
-  descriptors in `fds` and `output`. Its standard input is empty. It imports the same package `asyncrl` as this process.
-* A child does not outlive this process, however this process ends. When a child ends, its process group is killed. With a guard
-  (`guard.py`) every process that the child started is killed.
-* `kill` is synchronous and safe at any moment, for a stopped process too. `aclose` leaves no process behind, even if it is
-  cancelled. A constructor that fails leaves nothing behind.
+  descriptors in `fds`, and `output`. Its standard input is empty. It imports the same package `asyncrl` as this process.
+* On Linux a child does not outlive this process, however this process ends. When a child ends, its process group is killed. With a
+  guard (`guard.py`) every process that the child started is killed.
+* `kill` does not wait, is safe at any moment, and also ends a process that is stopped (SIGSTOP). `aclose` leaves no process behind,
+  even if it is cancelled. A constructor that fails leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .shield import wait_shielded
 # The folder that holds the package `asyncrl`.
 _HOME = str(Path(__file__).resolve().parents[2])
 _PR_SET_PDEATHSIG = 1
-# Seconds from SIGTERM to SIGKILL. A guard needs more only if it is suspended, or waits for a process that is stuck in the kernel.
+# Seconds from a guard's SIGTERM to its SIGKILL. Only a suspended guard needs more, or a guard whose child is stuck in the kernel.
 GUARD_S = 10.0
 _TAIL_BYTES = 1 << 16
 _LONGEST_LINE = 500
 
 
 class ChildProcess:
-    """A running child. `ended` is done when the child has ended. The owner calls `aclose`, or calls `kill` and awaits `ended`."""
+    """A running child. The future `ended` is done at the child's end. The owner must call `aclose`, or `kill` and await `ended`."""
 
     def __init__(
         self,
@@ -120,14 +120,14 @@ class ChildProcess:
         return f"exited with status {code}"
 
     def processor_s(self) -> float:
-        """CPU seconds of all threads of the child; NaN on a platform without such a clock."""
+        """CPU seconds of all threads of the child, or of its guard if it has one. NaN on a platform without such a clock."""
         with contextlib.suppress(OSError):
             # The id of the process's clock, as clock_getcpuclockid(3) makes it.
             return time.clock_gettime((~self.pid << 3) | 2)
         return math.nan
 
     def last_lines(self, count: int = 20) -> str:
-        """The last lines of the child's output, without control characters. Works while the child runs and after its end."""
+        """The last lines of the child's output, without control characters, while the child runs or after its end."""
         tail = self._read_tail() if self._popen.returncode is None else self._output_tail
         lines = [_printable(line) for line in tail.decode("utf-8", "replace").split("\n")]
         return "\n".join([line for line in lines if line][-count:])
@@ -153,7 +153,6 @@ class ChildProcess:
         """Close the channel; kill the child after `grace_s` seconds or when this call is cancelled. The child has ended when this
         returns or raises. A second call is allowed."""
         self.channel.close()
-        cancelled = None
         try:
             with anyio.move_on_after(grace_s):
                 await asyncio.wait([self.ended])
@@ -167,7 +166,7 @@ class ChildProcess:
         if self._cancel_timer is not None:
             self._cancel_timer()
         if not self.ended.done():
-            # Leaves out the time in which this process is suspended.
+            # `awake.call_later` does not count the time in which this process is suspended.
             self._cancel_timer = awake.call_later(asyncio.get_running_loop(), seconds, act)
 
     def _signal_group(self, number: int) -> None:
@@ -178,7 +177,7 @@ class ChildProcess:
                 os.killpg(self.pid, number)
 
     def _on_end(self) -> None:
-        # The child's group may still have processes.
+        # Other processes of the child's group may still run.
         self._signal_group(signal.SIGKILL)
         if self._popen.poll() is None:
             return
@@ -239,8 +238,7 @@ def _start(
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when process `parent` ends; exit if `parent` has ended already.
-    To the kernel the parent is the thread that started this process."""
+    """Ask the kernel to kill this process when process `parent` ends; exit if `parent` has ended already."""
     signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:
         # Nothing is open yet, and no process would read an error.
@@ -248,8 +246,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def signal_at_parents_end(number: int) -> None:
-    """Ask the kernel to send this process a signal when its parent (the thread that started it) ends; 0 stops that.
-
+    """Ask the kernel to send this process a signal when its parent (the thread that started it) ends; 0 withdraws the request.
     A parent that has ended already causes no signal: check `os.getppid()` afterwards. Does nothing on macOS."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -36,8 +36,8 @@ def describe_holder(holder: Any) -> str:
 
 
 def culprit(waits: Sequence[Wait], now: float, remote_cause: str | None = None) -> str:
-    """The wait that explains a standstill, in words. A wait for something outside of the run is chosen first, then the order of
-    `_RUN_PARTS` decides. Among equals, waits of tasks come first, because their frame is known, and then the longest wait.
+    """The wait that best explains a standstill, in words: preferably a wait for something outside of the run, then the first by the
+    order of `_RUN_PARTS`. Among equals, a wait with a task is preferred, because its frame is known, and then the longest wait.
     remote_cause: what this rank needs from another rank; precedes all waits of this rank except those for something outside."""
     if not waits:
         return remote_cause or "nobody has a recorded wait"

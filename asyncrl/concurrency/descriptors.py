@@ -1,4 +1,4 @@
-"""Keeps file descriptors for the last checkpoint, and tells the user what to do when a process has none left."""
+"""Reserves file descriptors for the checkpoint at the end of a run, and tells the user what to do if a process has no free one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lacks_descriptors(error: BaseException | None) -> bool:
 
 
 def descriptor_advice() -> str:
-    """An error message that says how to get more descriptors."""
+    """The text of an error message that says how to get more descriptors."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
         f"too many open files: all {limit} descriptors of this process (ulimit -n) are in use. Start it with more: "

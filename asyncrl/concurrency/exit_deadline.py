@@ -1,8 +1,8 @@
-"""A deadline for the exit of a process. A process that the deadline ends has its usual exit code, but 1 for SystemExit and Ctrl-C.
+"""A deadline for the exit of a process. If the deadline ends the process, the exit code is the command's, or 1 for SystemExit and
+Ctrl-C. A process that embeds asyncrl has no deadline.
 
 After a command's last line Python waits for non-daemon threads, exit handlers and children of multiprocessing. Closing an event
-loop waits for tasks and threads. A thread that a library forgot would keep the process and its devices for ever. A process that
-embeds asyncrl is never ended.
+loop waits for tasks and threads. Without a deadline, a thread that a library forgot would keep the process and its devices.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _Deadline:
     """Ends the process at the deadline. Its thread starts early, because the system may refuse a thread later."""
 
     def __init__(self) -> None:
-        self.enabled = False
-        self.started = threading.Event()
+        self.enabled = False  # whether this process may be ended
+        self.started = threading.Event()  # set when the countdown begins
         self.code, self.unprinted_error, self.limit_s = 1, "", EXIT_LIMIT_S
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -59,7 +59,8 @@ _deadline = _Deadline()
 
 
 def run_program(command: Callable[[list[str]], int], arguments: Sequence[str] | None) -> int:
-    """The exit code of `command(arguments)`. If `arguments` is None, `sys.argv` is used and the process exits within a limit."""
+    """Run `command(arguments)` and return its exit code. If `arguments` is None, the command gets those of this process, and the
+    process has a deadline for its exit."""
     if arguments is not None:
         return command(list(arguments))
     _deadline.enabled = True
@@ -91,7 +92,7 @@ def start_exit_deadline(
         _deadline.unprinted_error = "".join(traceback.format_exception_only(result))
         result = getattr(result, "exit_code", 1)
     _deadline.code, _deadline.limit_s, _deadline.loop = result, limit_s, loop
-    # Fails if stderr is no file, or if the system refuses a thread.
+    # Fails if stderr is no file, or if the system refuses a thread. Then no stacks are printed.
     with contextlib.suppress(AttributeError, ValueError, OSError, RuntimeError):
         faulthandler.dump_traceback_later(limit_s + _MESSAGE_S / 3, file=sys.__stderr__ or sys.stderr)
     _exit_without_python(result, limit_s + _MESSAGE_S)
@@ -112,8 +113,8 @@ def exit_blockers() -> dict[Any, str]:
 
 
 def _exit_without_python(code: int, after_s: float) -> None:
-    """Call `_exit(code)` after `after_s` on a thread of the C library. This works even if a thread holds the GIL, or if a C++
-    destructor hangs after Python has ended."""
+    """On Linux call `_exit(code)` after `after_s` seconds, on a thread of the C library. This works even if a thread holds the GIL,
+    or if a C++ destructor hangs after Python has ended."""
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "timer_create"):
         timer, sigev_thread, clock_monotonic = ctypes.c_void_p(), 2, 1

@@ -1,4 +1,4 @@
-"""The guard is the parent process of one child. After the child's end it kills every process that the child has started.
+"""The guard is the parent process of one child. After the child's end the guard kills every process that the child has started.
 
     run ── guard ── child ── processes that the user's functions start
 
@@ -6,8 +6,8 @@ The run starts `guard.py RUN COMMAND...` without importing the package. RUN is t
 descriptor of the child's channel. Each reward worker has a guard, so the guard must be small and start quickly.
 
 Guarantees
-* The guard kills all processes below it when the child ends, when the run ends in any way, and on SIGTERM. Process groups,
-  sessions and daemons do not escape: on Linux the guard is the subreaper, which adopts orphans.
+* The guard kills all its descendants when the child ends, when the run ends in any way, and on SIGTERM. Process groups, sessions
+  and daemons do not escape: on Linux the guard is the subreaper, which adopts orphans.
 * Afterwards the guard ends like the child: with the same exit code, or by the same signal.
 * If the guard is killed, the child dies too. Processes that the child started go on.
 
@@ -27,7 +27,7 @@ import sys
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 # Kills are repeated, because a process may fork while its group is killed.
 _KILL_INTERVAL_S = 0.05
-_PARENT_CHECK_S = 1.0  # interval of checks that the run still lives
+_PARENT_CHECK_S = 1.0  # how often the guard checks that the run lives
 
 
 def main(run_pid: int, command: list[str]) -> None:
@@ -48,13 +48,13 @@ def main(run_pid: int, command: list[str]) -> None:
         status = new_status if new_status is not None else status
         ending = ending or status is not None or os.getppid() != run_pid
         if ending and not (has_children and _kill_children()):
-            _end_like_child(status)
+            _end_like_child(status)  # no child is left, or none can be killed
         if select.select([signals], [], [], _KILL_INTERVAL_S if ending else _PARENT_CHECK_S)[0]:
             ending = signal.SIGTERM in os.read(signals, 4096) or ending
 
 
 def _start(command: list[str]) -> int:
-    """Pid of the new child, which gets its own session, so that signals to its process group do not reach the guard."""
+    """Start the child and return its pid. The child has its own session, so signals to its process group do not reach the guard."""
     guard = os.getpid()
     child = os.fork()
     if child:
@@ -85,7 +85,7 @@ def _reap(child: int) -> tuple[int | None, bool]:
 
 
 def _kill_children() -> bool:
-    """Kill all children and their groups. False: the guard cannot list them, or may kill none (they run as another user)."""
+    """Kill all children and their groups. False: no child was killed, because the guard cannot list them, or may not kill them."""
     try:
         with open("/proc/thread-self/children", encoding="utf-8") as file:
             children = [int(number) for number in file.read().split()]
@@ -103,7 +103,7 @@ def _kill_children() -> bool:
         try:
             os.kill(pid, signal.SIGKILL)
         except PermissionError:
-            continue
+            continue  # the child runs as another user
         except ProcessLookupError:
             pass
         killed = True

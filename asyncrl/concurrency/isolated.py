@@ -21,12 +21,12 @@ class CancelledItself(Exception):
 
 
 async def run_isolated(work: Callable[[], Awaitable[T]], name: str) -> T:
-    """The result of `work`, which runs in a separate task. Errors: `CancelledItself`; those of `work`, SystemExit included, which
-    would end the event loop if the task raised it.
+    """Run `work` in a separate task and return its result. Errors: `CancelledItself`; those of `work`. A SystemExit of `work` is
+    raised here and not in the task, where it would end the event loop.
 
-    If the caller is cancelled, the task is cancelled once. So `async with` and `finally` of the work can wait for their cleanup;
-    an anyio scope would cancel them at every `await`. A cleanup of more than `CLEANUP_S` is cancelled, too. If the task ignores
-    both cancellations, the caller goes on after `ABANDON_S`, with a warning.
+    If the caller is cancelled, the task is cancelled once. So `async with` and `finally` of the work can await their cleanup; an
+    anyio scope would cancel them at every `await`. After `CLEANUP_S` the cleanup is cancelled, too. If the task ignores both
+    cancellations, the caller goes on after `ABANDON_S`, with a warning.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -41,7 +41,7 @@ async def run_isolated(work: Callable[[], Awaitable[T]], name: str) -> T:
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
-        await _end(task, name)
+        await _cancel(task, name)
         raise
     if not errors and not results:
         # Cancelled before its first step.
@@ -58,7 +58,7 @@ async def run_isolated(work: Callable[[], Awaitable[T]], name: str) -> T:
     return results[0]
 
 
-async def _end(task: asyncio.Task[None], name: str) -> None:
+async def _cancel(task: asyncio.Task[None], name: str) -> None:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 

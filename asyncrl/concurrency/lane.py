@@ -4,10 +4,10 @@ which have a lane of their own. `SimulatedLane` has no thread and serves tests a
     caller (loop) --run(fn)--> priority queue --> lane thread --call_soon_threadsafe, once--> caller
 
 Guarantees of both lanes
-* The highest priority runs first. Closures of equal priority run in the order of submission.
+* Of the waiting closures the one with the largest `priority` runs first. Closures of equal priority run in the order of submission.
 * If a caller is cancelled before its closure starts, the closure never runs.
-* If a caller is cancelled later, the cancellation is raised when the closure has ended. So a caller that has control again may
-  use the objects that its closures used.
+* If a caller is cancelled later, the cancellation is raised when the closure has ended. So when `run` returns or raises, the lane
+  no longer uses the objects of the closure.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 class Lane(Protocol):
     """The interface of both lanes, with the guarantees of this module. Exceptions of a closure, BaseException included, are raised
-    in its caller. If a device or the system had no memory left, the caller gets OutOfMemory.
+    in its caller. A `ThreadLane` raises OutOfMemory if a device or the system had no memory left.
     """
 
     name: str
 
     async def run(self, fn: Callable[[], T], *, name: str, priority: int = 0, cost: float = 0.0) -> T:
-        """The result of `fn`. `name` labels the span. `cost`: seconds that a simulated lane takes; a thread ignores it."""
+        """Run `fn` on the lane. `name` labels the span. `cost`: seconds that a simulated lane takes; `ThreadLane` ignores it."""
         ...
 
     def current(self) -> tuple[str, float] | None:
@@ -61,7 +61,7 @@ class LaneJob:
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[None]
     submitted_at: float  # seconds on the recorder's clock
-    finished_at: float = 0.0
+    finished_at: float = 0.0  # on the same clock
     started: bool = False
     ended: bool = False
     result: Any = None
@@ -177,7 +177,7 @@ class ThreadLane:
             if not job.ended:
                 if self._withdraw(job):
                     raise
-                # The cancellation has cancelled the future that was awaited.
+                # The cancellation has cancelled `job.future`, and `notify` needs a new one.
                 job.future = job.loop.create_future()
                 cancelled = await wait_shielded(job.future) or exc
             raise cancelled from job.error
@@ -256,9 +256,8 @@ class ThreadLane:
 
 
 class SimulatedLane:
-    """A lane without a thread. A closure runs at once on the loop; the caller waits `cost` seconds of the loop's time.
-    On a loop with a virtual clock the order of events is deterministic. A closure's effects are visible at once, its result only
-    after `cost` seconds.
+    """A lane without a thread. When the lane is free, a closure runs on the loop, and its effects are visible at once. The caller
+    gets the result after `cost` seconds of the loop's time. On a loop with a virtual clock the order of events is deterministic.
     """
 
     # Closures run on the event loop.
@@ -285,7 +284,7 @@ class SimulatedLane:
     async def aclose(self) -> None:
         self.open = False
         if self._busy:
-            # Behind all queued closures.
+            # With the lowest priority this call waits until all queued closures have run.
             last: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._submitted += 1
             heapq.heappush(self._queue, (sys.maxsize, self._submitted, last))
@@ -357,7 +356,7 @@ class SimulatedLane:
         return None
 
     def _grant_next(self) -> None:
-        """Give the lane to the next waiting caller. `_busy` stays true meanwhile, so that no new caller gets the lane first."""
+        """Give the lane to the next waiting caller, if any. `_busy` then stays true, so that no new caller gets the lane first."""
         while self._queue:
             granted = heapq.heappop(self._queue)[2]
             if not granted.done():

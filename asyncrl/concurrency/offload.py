@@ -13,7 +13,7 @@ from asyncrl.telemetry.lag import top_user_frame
 from .shield import call_soon, wait_shielded
 
 T = TypeVar("T")
-_running: dict[int, str] = {}  # threads and what they do, for the watchdog
+_running: dict[int, str] = {}  # id of a thread -> name of its work
 
 
 class StandbyThread(threading.Thread):
@@ -30,16 +30,16 @@ class StandbyThread(threading.Thread):
             del work  # an idle thread must not keep objects alive
 
     def end(self, limit_s: float | None = None) -> None:
-        """Finish the queue and wait for the thread's end, at most `limit_s`."""
+        """Let the thread finish `work` and end, and wait for that, at most `limit_s` seconds; None: without a limit."""
         self.work.put(None)
         self.join(limit_s)
 
 
 async def offload(function: Callable[[], T], name: str, *, abandon: bool = False) -> T:
-    """The result of `function`, run on its own thread. A cancelled caller waits until `function` has ended; an error of `function`
-    is raised instead of the cancellation.
+    """Run `function` on a new thread and return its result. A cancelled caller waits until `function` has ended; an error of
+    `function` is raised instead of the cancellation.
 
-    With `abandon` a cancelled caller returns at once and the result is lost: for a `function` that may never end.
+    With `abandon` a cancelled caller does not wait, and the result is lost: for a `function` that may never end.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -82,7 +82,7 @@ async def offload(function: Callable[[], T], name: str, *, abandon: bool = False
 
 
 def offloaded_work() -> str | None:
-    """The names and current frames of running `offload` work, for messages; None if nothing runs."""
+    """Names and current frames of the functions that `offload` runs now, for messages; None if nothing runs."""
     descriptions = [
         f"{name} in {top_user_frame(thread) or 'no Python code'}" for thread, name in list(_running.items())
     ]

@@ -13,20 +13,20 @@ import sys
 
 def main(limit_s: float, prefix: str) -> None:
     """Send SIGABRT to the parent process after `limit_s` without input. Returns when the parent ends or closes the input."""
-    run, step_s, silent_s = os.getppid(), min(1.0, limit_s / 4), 0.0
+    run_pid, step_s, silent_s = os.getppid(), min(1.0, limit_s / 4), 0.0
     while silent_s < limit_s:
         if select.select([0], [], [], step_s)[0]:
             silent_s = 0.0
             if not os.read(0, 4096):
                 return
-        elif not _is_suspended(run):
+        elif not _is_suspended(run_pid):
             silent_s += step_s
-        if os.getppid() != run:
+        if os.getppid() != run_pid:
             return
     reason = f"{prefix}no thread has run Python for {silent_s:.0f} s: something holds the interpreter's lock"
     print(f"\n=== asyncrl watchdog: {reason}; ending the process by SIGABRT ===", file=sys.stderr, flush=True)
     # On this signal `faulthandler` in the run prints all stacks.
-    os.kill(run, signal.SIGABRT)
+    os.kill(run_pid, signal.SIGABRT)
 
 
 def _is_suspended(pid: int) -> bool:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 async def wait_shielded(future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
-    """Wait until `future` is done, also if the waiting task is cancelled. Returns the last cancellation, or None.
+    """Wait until `future` is done, even if the waiting task is cancelled. Returns the last cancellation, or None.
 
-    The caller raises the returned cancellation. The anyio shield stops an outer cancel scope from cancelling again in every
+    The caller must raise the returned cancellation. The anyio shield keeps an outer cancel scope from cancelling again in every
     iteration. A native `Task.cancel` passes the shield and is caught below.
     """
     cancelled: asyncio.CancelledError | None = None
@@ -41,7 +41,7 @@ def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], 
 
 
 def record_wait(recorder: Recorder | None, what: str, on: str, cause: Cause | None) -> AbstractContextManager[object]:
-    """As `Recorder.wait`, for the current task. Without a recorder: nothing."""
+    """`Recorder.wait` with the name of the current task as `who`. Without a recorder the block records nothing."""
     if recorder is None:
         return nullcontext()
     task = asyncio.current_task()

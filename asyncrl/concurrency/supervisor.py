@@ -1,4 +1,4 @@
-"""The supervisor: the one task group of a run.
+"""The supervisor: the one task group of a run. Its tasks are the pumps, which move groups of completions from stage to stage.
 
     async with Supervisor() as supervisor:
         supervisor.start("rollout pump", rollout)       any pump fails  -> all others are cancelled and awaited,
@@ -6,9 +6,9 @@
                                                         one pump ends   -> the others go on
 
 Guarantees. The block raises the first exception that happened, without an exception group around it, and not the cancellations that
-followed. The exception has a note with the pump's name, and one note for each different later failure. Errors of closed queues get
-no note, because the first failure has closed the queues. A pump that is cancelled by other code than its supervisor fails, too.
-Otherwise the other pumps would wait for this pump without end.
+followed. The exception has a note for each different later failure, and one with the pump's name if a pump raised it. Errors of
+closed queues get no note, because the first failure has closed the queues. If other code than the supervisor cancels a pump, that
+is a failure, too: the other pumps would wait for this pump without end.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Supervisor:
         return bool(suppressed)
 
     def start(self, name: str, pump: Callable[[Unpack[Args]], Awaitable[object]], *args: *Args) -> None:
-        """Run `pump(*args)` until it ends, under this name."""
+        """Start a task with this name that runs `pump(*args)`."""
         if self._group is None:
             raise LifecycleError(f"the supervisor is not open: it cannot start {name!r}")
         self._group.start_soon(self._run, name, pump, args, name=name)
 
     @property
     def ending(self) -> bool:
-        """Whether all tasks were cancelled and some still run. Callable from any thread."""
+        """Whether the supervisor is open and its tasks were cancelled. Callable from any thread."""
         group = self._group
         return group is not None and group.cancel_scope.cancel_called
 
@@ -77,7 +77,7 @@ class Supervisor:
         return next(iter(self._failures), None)
 
     def cancel(self) -> None:
-        """Ask every pump and the body to stop. The block then ends without an exception."""
+        """Cancel every pump and the body of the block. The block then ends without an exception, unless there was a failure."""
         if self._group is not None:
             self._group.cancel_scope.cancel()
 
@@ -103,7 +103,7 @@ class Supervisor:
         assert self._group is not None and self._owner is not None
         if self._group.cancel_scope.cancel_called or self._owner.cancelling():
             return True
-        return anyio.current_effective_deadline() == -math.inf  # a scope around the whole supervisor
+        return anyio.current_effective_deadline() == -math.inf  # a scope around the supervisor was cancelled
 
     def _note_failure(self, error: BaseException, name: str | None = None) -> None:
         for leaf in leaves(error):
@@ -145,7 +145,7 @@ async def plain_task_group() -> AsyncIterator[TaskGroup]:
 
 
 def _with_later_errors(failures: list[BaseException]) -> BaseException:
-    """The first failure, with a note for each different later one. Empties the list: its owner is in the failure's traceback."""
+    """The first failure, with a note for each different later failure. Empties the list, which the failure's traceback holds."""
     first, *others = failures
     noted = {_line(first)}
     for other in others:

@@ -1,15 +1,15 @@
 """The watchdog is an OS thread that ends a run without progress, and names the task or closure that blocks the run.
 
-A blocked event loop or lane does not block this thread. An alarm is raised when
+A blocked event loop or lane (the thread that owns a device) does not block this thread. The watchdog raises an alarm when
 
   * the loop has not answered a ping for `loop_timeout_s`; the alarm names the frame that blocks the loop
   * one closure has run on a lane for `lane_timeout_s`; the alarm names the closure and its frame
   * no counter of the current `ProgressLimit` has changed for `limit_s`; the alarm names the cause and lists the waits
   * an ordered shutdown (`shutdown_deadline`) has not ended within `abort_grace_s`
 
-At an alarm the watchdog prints a dump to stderr and asks the run to end (`on_stall`, called on the loop). If the process still
-runs after `abort_grace_s`, the watchdog ends it with exit code 4, or 12 if a rank was lost. With `hard_exit=False`, for a process
-that embeds the run, the watchdog never ends the process.
+At an alarm the watchdog prints a dump to stderr and asks the run to end (`on_stall`, called on the loop). If the run does not close
+the watchdog within `abort_grace_s`, the watchdog ends the process, with exit code 4, or 12 if a rank was lost. With
+`hard_exit=False`, for a process that embeds the run, the watchdog never ends the process.
 
 A closure that holds the GIL, such as a runaway regular expression, stops the watchdog's thread too. With `hard_exit` a second
 process handles that case (`sentry.py`): it sends SIGABRT, and `faulthandler` prints all stacks.
@@ -52,8 +52,8 @@ _TICK_S = 0.25
 class ProgressLimit:
     """How long the run may go on without progress now. Progress means that any of `counters` changes.
 
-    sentence: the alarm's first words, such as "nothing was generated". cause: returns what blocks the run. Without a result of
-    `cause`, the recorded waits tell the cause. remote_cause: returns what this rank needs from another rank, or None.
+    sentence: the alarm's first words, such as "nothing was generated". cause: returns what blocks the run; if it returns None, the
+    alarm names a recorded wait. remote_cause: returns what this rank needs from another rank, or None.
     """
 
     counters: tuple[Any, ...]
@@ -64,7 +64,7 @@ class ProgressLimit:
 
 
 class Watchdog:
-    """Use `async with Watchdog(...)` on the loop to be watched. Closing stops the watchdog, also during its countdown.
+    """Use `async with Watchdog(...)` on the loop to be watched. Closing stops the watchdog, and a countdown of `abort_grace_s`.
 
     Open the watchdog before the lanes and the supervisor, and close it after them. Otherwise nothing ends a supervisor whose exit
     waits for a blocked closure. Lanes need not be open yet when they are passed in.
@@ -74,8 +74,8 @@ class Watchdog:
         watchdog's thread and may only read, like `details` and `silent_ranks`.
     on_stall: called on the loop with the error that should end the run, and again if an embedded run does not end in time.
     details: functions that return sentences for the dump, such as a ledger's `describe`.
-    silent_ranks: called with True, returns sentences why the run cannot go on without a lost rank; the first becomes the alarm, a
-        RankLost. Called with False, returns a sentence for each disconnected rank; these sentences end the text of every alarm.
+    silent_ranks: called with True, returns sentences that say why the run cannot go on without a lost rank; the first becomes the
+        alarm, a RankLost. Called with False, returns a sentence for each disconnected rank; every alarm ends with these sentences.
     name: a prefix for all output, such as "rank 1: ".
     """
 
@@ -106,9 +106,9 @@ class Watchdog:
         # All times are `awake.now()`.
         self._last_check = 0.0
         self._last_ping, self._last_answer, self._ping_sent = 0, 0, 0.0
-        self._progress: Any = None  # the value that stands still since `_progress_since`
-        self._progress_since = 0.0
-        # Set when the run is asked to end. From then on nothing else is checked.
+        self._progress: Any = None  # sentence and counters of the limit
+        self._progress_since = 0.0  # when `_progress` last changed
+        # Set when the run is asked to end. From then on the watchdog checks only this deadline.
         self._deadline: float | None = None
         self._ending_reason = ""
         self._exit_code = StallError.exit_code
@@ -148,7 +148,7 @@ class Watchdog:
         self._resources.enter_context(self._sentry)
         self._resources.callback(self._sentry.kill)
         if not faulthandler.is_enabled():
-            # Fails if stderr is no file. The sentry still ends the process, without stacks.
+            # `enable` fails if stderr is no file. Then the sentry ends the process without printing stacks.
             with contextlib.suppress(RuntimeError, ValueError, OSError):
                 faulthandler.enable(sys.__stderr__ or 2)
                 self._resources.callback(faulthandler.disable)
@@ -183,14 +183,14 @@ class Watchdog:
                 problem = self._find_problem()
                 silent = self._silent_ranks(False) if problem is not None else []
             except BaseException as exc:
-                # Without this a broken counter would end the thread, and nothing would watch the run.
+                # Without this handler a counter that raises would end the thread, and nothing would watch the run.
                 problem, silent = StallError(f"the watchdog's check failed: {type(exc).__name__}: {exc}"), []
             if problem is not None:
                 self._raise_alarm(type(problem)(self._name + "; ".join([str(problem), *silent])))
 
     def _feed_sentry(self) -> None:
         if self._sentry is not None and self._sentry.stdin is not None:
-            # The write fails if the sentry was killed, and would block if a suspended sentry has let the pipe fill up.
+            # The write fails if the sentry was killed. It would block if the sentry is suspended and the pipe is full.
             with contextlib.suppress(OSError, ValueError):
                 if select.select([], [self._sentry.stdin], [], 0)[1]:
                     self._sentry.stdin.write(b".")
@@ -201,7 +201,7 @@ class Watchdog:
                 return None
             return StallError(f"shutdown ({self._ending_reason}) did not end within {self._config.abort_grace_s:g} s")
         stall = self._check_loop()
-        # Ranks are checked before lanes: a lane may only be waiting, in a collective, for a silent rank.
+        # Ranks are checked before lanes: a lane may be blocked just because it waits, in a collective, for a silent rank.
         if stall is None and (silent := self._silent_ranks(True)):
             return RankLost(silent[0])
         stall = stall or self._check_lanes() or self._check_progress()
@@ -216,7 +216,7 @@ class Watchdog:
             try:
                 self._loop.call_soon_threadsafe(setattr, self, "_last_answer", self._last_ping)
             except RuntimeError:
-                # A closed loop never answers, which is no fault.
+                # The loop is closed, so it never answers. This is no reason for an alarm.
                 self._last_answer = self._last_ping
             return None
         silent_s = now - self._ping_sent
@@ -236,7 +236,7 @@ class Watchdog:
 
     def _check_progress(self) -> str | None:
         limit = self._progress_limit()
-        # A new object differs from every other value, so idle time does not count.
+        # A new object differs from every other value, so time without a limit does not count as time without progress.
         value = object() if limit is None else (limit.sentence, limit.counters)
         if value != self._progress:
             self._progress, self._progress_since = value, awake.now()
@@ -258,21 +258,21 @@ class Watchdog:
         headline = str(problem) + (f"; ending the process with exit code {self._exit_code}" if must_exit else "")
         printed = threading.Event()
         assert self._writer is not None
-        # By another thread: a full pipe must not block the watchdog.
+        # Printed by another thread, because a full pipe must not block the watchdog.
         self._writer.work.put(lambda: self._print_dump(headline))
         self._writer.work.put(printed.set)
         printed.wait(_DUMP_LIMIT_S)
         if self._stop.is_set():
-            return  # the run has ended in order meanwhile
+            return  # meanwhile the run has closed the watchdog
         if must_exit:
             # The run did not end when asked, so its cleanup code hangs. An exception or sys.exit would wait for that code.
             os._exit(self._exit_code)
         if deadline_passed:
-            # The program that embeds the run decides about its process. This alarm is the last.
+            # The program that embeds the run decides about its own process. The watchdog stops after this alarm.
             self._stop.set()
         self._start_countdown(str(problem), problem.exit_code)
         assert self._loop is not None
-        # Fails if the loop is closed. The deadline then ends the process.
+        # Fails if the loop is closed. With `hard_exit` the deadline then ends the process.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._on_stall, problem)
 

@@ -30,12 +30,12 @@ def chosen_terms(algorithm: AlgorithmConfig) -> Terms:
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether a term or the loss reads log-probs under the weights that the run started with."""
+    """Whether a term or the loss reads log-probs of the reference model, which has the weights that the run started with."""
     return chosen_terms(algorithm).kl.on or chosen_loss(algorithm).needs_reference
 
 
 def check_losses(config: Config, streaming: bool) -> Iterator[str]:
-    """Yields a sentence for each contradiction. `streaming`: whether groups are trained before the size of their step is known."""
+    """Yields an error message for each contradiction. `streaming`: whether groups are trained before their step is complete."""
     algorithm = config.algorithm
     context, terms = _check_context(config, streaming), chosen_terms(algorithm)
     yield from _check_sampler(config)
@@ -83,11 +83,11 @@ def _check_on_policy(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[s
         return
     if loss.on_policy_is:
         yield (
-            f"algorithm.force_on_policy is true but loss is {algorithm.loss}, which bounds a ratio that is then always 1: use "
-            f"loss={loss.on_policy_is}, which has the same gradient at ratio 1, or leave force_on_policy out"
+            f"algorithm.force_on_policy is true but loss is {algorithm.loss}, which bounds the ratio, and the ratio is always 1; "
+            f"use loss={loss.on_policy_is}, which has the same gradient at ratio 1, or leave force_on_policy out"
         )
     elif loss.section == "clip":
-        # A default, or a derived value of a resolved configuration, was not chosen by the user.
+        # A value that equals the default, or the value derived from the defaults, counts as not chosen by the user.
         derived = type(loss)().derived()
         for setting in loss.settings():
             if (value := getattr(loss, setting.name)) not in (setting.default, derived.get(setting.name)):

@@ -1,6 +1,6 @@
-"""Checks the values of a configuration. Every complaint names the value, the reason and a remedy.
+"""Checks the values of a configuration. Every error message names the value, the reason and a remedy.
 
-Each check is a generator of sentences. `complaints` runs all checks. Checks of losses and advantages are in `check_losses.py`.
+Each check yields error messages. `complaints` runs all checks. Checks of losses and advantages are in `check_losses.py`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .methods import SETTINGS
 from .schema import Config
 from .text import one_line
 
-# Characters that need no escape in a URL. At least 16, so that nobody can guess the key.
+# Keys of the door: characters that need no escape in a URL, and at least 16, so that nobody can guess a key.
 _KEY = re.compile(r"[A-Za-z0-9._~-]{16,256}")
 
 
 class Switch(NamedTuple):
-    """When the settings of a section have an effect."""
+    """When the settings of a section have an effect. Setting one while the section is off is an error."""
 
     # Error text: why the section has no effect, and a remedy.
     off_message: str
-    # Settings that turn the section on: if one of them has another value than its default, the section is on.
+    # Keys in the section that are never refused. The section is on if one of them does not have its default.
     switches: tuple[str, ...] = ()
-    # If given, decides in place of `switches`.
+    # If given, this function and not `switches` decides whether the section is on.
     is_on: Callable[[Config], bool] | None = None
 
 
@@ -56,7 +56,7 @@ SWITCHED: Mapping[str, Switch] = {
         is_on=lambda config: "dry_run" in (config.engine.kind, config.train.kind),
     ),
 }
-# (setting, the setting that is its largest value, reason)
+# (setting, the setting whose value is the upper bound, reason)
 _AT_MOST = (
     ("rollout.min_tokens", "rollout.max_tokens", "no completion is longer"),
     ("rollout.streaming_min_groups", "rollout.groups_per_step", "a step has no more groups"),
@@ -73,8 +73,8 @@ _AT_MOST = (
 def complaints(
     config: Config, world_size: int, embedding: bool, own_environment: bool = False, own_rewards: bool = False
 ) -> list[str]:
-    """All errors of a configuration whose presets are applied. `embedding`: the program of the user passes prompts and rewards, and
-    ends the run. `own_environment`, `own_rewards`: the program passes these objects."""
+    """All errors of a configuration whose presets are applied. `embedding`: a program of the user passes prompts and rewards, and
+    ends the run. `own_environment`, `own_rewards`: the program passes an environment or reward functions."""
     errors = [text for check in _CHECKS for text in check(config)]
     errors += _check_unread(config, embedding)
     errors += _check_ranks(config, world_size)
@@ -117,13 +117,13 @@ def _check_unread(config: Config, embedding: bool) -> Iterator[str]:
 
 
 def _unread_reason(config: Config, name: str, changed: Collection[str], embedding: bool) -> str | None:
-    """Why this setting has no effect, and a remedy. None if the setting has an effect. `changed`: names of all changed settings."""
+    """Why this setting has no effect, and a remedy. None if no rule here says so. `changed`: names of all changed settings."""
     section, _, key = name.rpartition(".")
     switch, algorithm = SWITCHED.get(section), config.algorithm
     if switch is not None:
         turned_on = any(f"{section}.{each}" in changed for each in switch.switches)
         is_on = switch.is_on(config) if switch.is_on else turned_on
-        # A program may open its own ring (`runtime.door.serve`).
+        # A program that embeds the run may open a ring itself (`runtime.door.serve`).
         has_effect = is_on or key in switch.switches or (embedding and section == "door" and key != "http_port")
         return None if has_effect else switch.off_message
     if name == "algorithm.discount" and algorithm.credit != "discounted":
@@ -159,8 +159,8 @@ def _check_preset(config: Config) -> Iterator[str]:
     if config.engine.kept_prefix_max_age:
         yield (
             f"engine.kept_prefix_max_age is {config.engine.kept_prefix_max_age} but preset is sync, where every turn computes its "
-            "whole history: which rows are kept depends on how long tools take; use preset=async (with rollout.max_staleness=0 for "
-            "no staleness), or leave kept_prefix_max_age out"
+            "whole history: the content of the cache depends on how long tools take; use preset=async (with "
+            "rollout.max_staleness=0 for no staleness), or leave kept_prefix_max_age out"
         )
     if rollout.streaming:
         yield (
@@ -175,8 +175,8 @@ def _check_rollout(config: Config) -> Iterator[str]:
     kept_age = config.engine.kept_prefix_max_age
     if kept_age is not None and kept_age > 1 and config.engine.kv_after_update == "recompute":
         yield (
-            f"engine.kept_prefix_max_age is {kept_age} but engine.kv_after_update is recompute, where nothing that is kept is "
-            "older than the weights; leave kept_prefix_max_age out, or set kv_after_update=keep"
+            f"engine.kept_prefix_max_age is {kept_age} but engine.kv_after_update is recompute, where no cached key or value "
+            "is older than the weights; leave kept_prefix_max_age out, or set kv_after_update=keep"
         )
     if rollout.weight_sync_interval > 1 and engine == "embedded" and not in_workers:
         yield (
@@ -217,8 +217,8 @@ def _check_replay(config: Config) -> Iterator[str]:
         )
     if terms.kl.on and not terms.kl.in_loss:
         yield (
-            f"replay.size is {config.replay.size} but algorithm.kl.place is reward: the penalty of a replayed group is that of "
-            "the weights that first trained the group; set kl.place=loss"
+            f"replay.size is {config.replay.size} but algorithm.kl.place is reward: a replayed group keeps the penalty "
+            "that was computed when the group was first trained; set kl.place=loss"
         )
     if algorithm.old_logprobs == "recompute" and terms.importance.cap is None:
         yield (
@@ -228,7 +228,7 @@ def _check_replay(config: Config) -> Iterator[str]:
 
 
 def _check_skip(config: Config) -> Iterator[str]:
-    """A group with advantages of 0 changes no weight only if every term of the loss is a multiple of the advantage."""
+    """A group with advantages of 0 may be skipped only if each term of the loss is a multiple of the advantage."""
     if not config.train.skip_zero_advantage:
         return
     terms = chosen_terms(config.algorithm)
@@ -278,12 +278,12 @@ def _check_algorithm(config: Config) -> Iterator[str]:
     if algorithm.credit == "discounted" and advantage_named(algorithm.advantage).needs_whole_step:
         yield (
             f"algorithm.credit is discounted but advantage is {algorithm.advantage}, whose statistics span the episodes of a step, "
-            "and not the same reply of a group; use an advantage of a group, such as grpo, or another credit"
+            "not the t-th replies of one group; use an advantage of a group, such as grpo, or another credit"
         )
 
 
 def alone_problem(config: Config) -> str | None:
-    """Why a group of one trains nothing, for an error message. None if such a group can be trained."""
+    """Why a group of one member would train nothing, for an error message. None if it would train something."""
     advantage = config.algorithm.advantage
     if advantage_named(advantage).alone or config.train.kind != "torch":
         return None
@@ -308,7 +308,7 @@ def _check_parts(config: Config) -> Iterator[str]:
         yield f"model.path is not set; expected a directory or a hub id (or {dry_run} for a run without a model)"
     if config.engine.kind == "embedded" and config.train.kind == "dry_run":
         yield (
-            "engine.kind is embedded but train.kind is dry_run: that engine samples from the trainer's own model; "
+            "engine.kind is embedded but train.kind is dry_run, which has no model for the engine to sample from; "
             "set engine.kind=dry_run or train.kind=torch"
         )
     if config.algorithm.router_replay and "dry_run" in (config.engine.kind, config.train.kind):
@@ -331,7 +331,7 @@ def _check_parts(config: Config) -> Iterator[str]:
         )
     if config.resume is True and config.run.overwrite:
         yield (
-            "resume and run.overwrite are both true: one goes on from the run directory, the other starts anew; choose one"
+            "resume and run.overwrite are both true: resume continues the earlier run, overwrite starts a new run; choose one"
         )
 
 
@@ -375,7 +375,7 @@ def _check_run(config: Config, own_environment: bool, own_rewards: bool) -> Iter
         if getattr(rollout, name) != type(rollout).model_fields[name].default:
             yield (
                 f"rollout.{name} is {getattr(rollout, name)} but rollout.environment is single_turn, which asks once for each "
-                f"prompt; leave {name} out, or set rollout.environment to an agent"
+                f"completion; leave {name} out, or set rollout.environment to an agent"
             )
     if train.max_steps is None and train.max_epochs is None and train.time_limit_s is None:
         yield "the run has no end: set at least one of train.max_steps, train.max_epochs, train.time_limit_s"
@@ -424,7 +424,7 @@ def _check_generation(config: Config) -> Iterator[str]:
     if config.generation.placement == "shared":
         yield (
             "generation.engine is vllm but generation.placement is shared: vLLM runs in workers; set placement "
-            "to worker (on one card too: a worker may be on the trainer's), or engine to embedded"
+            "to worker (also with one GPU, which trainer and worker then share), or engine to embedded"
         )
     if config.engine.kind == "dry_run":
         yield "generation.engine is vllm but engine.kind is dry_run, which samples from no model; leave generation.engine out"
@@ -466,7 +466,7 @@ def _check_door(config: Config) -> Iterator[str]:
 
 
 def _check_distributed(config: Config) -> Iterator[str]:
-    """training/sharded.py also refuses models with a module for each expert, when it loads the model."""
+    """Checks `distributed.sharding`. When a model is loaded, training/sharded.py also refuses one with a module for each expert."""
     if config.distributed.sharding != "fsdp":
         return
     prefix = "distributed.sharding is fsdp and "
@@ -481,7 +481,7 @@ def _check_distributed(config: Config) -> Iterator[str]:
 
 
 def _has_roles(config: Config) -> bool:
-    """Whether a rank only trains, only generates or shares sequences, or a node may join. Then all engines run in workers."""
+    """Whether some rank only trains, only generates or shares sequences, or a node may join. Then all engines run in workers."""
     if config.distributed.listen is not None or config.distributed.context > 1:
         return True
     train, generate = config.distributed.roles.train, config.distributed.roles.generate
@@ -489,7 +489,7 @@ def _has_roles(config: Config) -> bool:
 
 
 def _check_roles(config: Config) -> Iterator[str]:
-    """`distributed/roles.py` compares the roles with the number of ranks."""
+    """Checks settings that give ranks different roles. `distributed/roles.py` compares the roles with the number of ranks."""
     listen, context = config.distributed.listen, config.distributed.context
     if not _has_roles(config):
         return

@@ -17,8 +17,8 @@ from .resolve import PRESETS
 from .schema import Config
 from .text import dump, one_line
 
-# Settings and sections that a resume may change. Any other change is refused (`refusal` has the reason). Settings of
-# methods are not listed, because each has `Setting.fixed`. distributed.sharding may change, since every rank reads the full state.
+# Settings and sections that a resume may change. Any other change is refused (`refusal` has the reason). For settings of losses,
+# advantages and terms `Setting.fixed` decides. distributed.sharding may change, since every rank reads the full state.
 _FREE = (
     "run resume checkpoint telemetry watchdog evaluate distributed.sharding dry_run threads door endpoint replay reroll generation "
     "model.device model.head_kernel data.eval reward.workers reward.concurrency reward.timeout_s reward.retries reward.on_error "
@@ -70,7 +70,7 @@ def help_text() -> str:
 
 
 def _heading(section: str) -> list[str]:
-    """At most one line, in brackets: when the settings of the section are refused, or what the term of the section does."""
+    """No line or one line in brackets: when the settings of the section are refused, or what the term of the section does."""
     if section in SWITCHED:
         return [f"[{section}: refused if {SWITCHED[section].off_message.partition(';')[0]}]"]
     description = about(section.removeprefix("algorithm."))
@@ -80,7 +80,7 @@ def _heading(section: str) -> list[str]:
 def to_yaml(config: Config) -> str:
     """The text of `config.yaml`. `load_config` reads an equal configuration from that text, but without secrets.
 
-    Settings of losses and advantages that are not chosen are omitted: a checked configuration has their defaults."""
+    Sections of losses and advantages that are not chosen are omitted: in a checked configuration they have only defaults."""
     return dump(config.model_dump(exclude={"algorithm": {*unread_sections(config.algorithm)}}))
 
 
@@ -102,11 +102,8 @@ def refusal(name: str, settings: Mapping[str, Setting] = SETTINGS) -> str | None
 
 
 def check_resume(old: Config, new: Config) -> list[str]:
-    """Compares the resolved configuration of a saved run with that of its resume. Returns one line per changed setting.
-
-    The setting `resume` is ignored: it always differs.
-    Errors: `ConfigError` that lists every refused change with the reason.
-    """
+    """Compares the resolved configuration of a saved run with that of its resume. Returns one line per changed setting, except for
+    `resume` itself. Errors: `ConfigError` that lists every refused change with the reason."""
     changes, method_settings = diff(old, new), settings_of(new.algorithm)
     reasons = {name: refusal(name, method_settings) for name in changes}
     refused = [f"  {name}: {changes[name]} ({reason})" for name, reason in reasons.items() if reason is not None]

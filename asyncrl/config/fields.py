@@ -1,4 +1,4 @@
-"""A flat table of the settings, made of pydantic's JSON schema: dotted name -> types, default and description.
+"""A flat table of the settings, made from pydantic's JSON schema: dotted name -> types, default and description.
 
 Loading, `--help`, the diff of two configurations and "did you mean" read this table.
 """
@@ -104,7 +104,7 @@ class ConfigField:
     items: Mapping[str, ConfigField] = field(default_factory=dict)
 
     def takes(self, kind: str) -> bool:
-        """Whether values of this JSON type (`integer`, `string`, ...) are allowed, and not only fixed choices."""
+        """Whether values of this JSON type (`integer`, `string`, ...) are allowed. False if only fixed choices are allowed."""
         return any(schema.get("type") == kind and not _choices(schema) for schema in self.types)
 
     @property
@@ -180,7 +180,7 @@ def other_name(name: str) -> str | None:
 
 
 def nearest_name(name: str, schema: type[Config] = Config) -> str | None:
-    """The dotted name that was most likely meant by `name`, or None if no name is similar enough.
+    """The dotted name that the user most likely meant by `name`, or None if no name is similar enough.
 
     Names from other code bases are looked up first. Then the most similar spelling is taken.
     """

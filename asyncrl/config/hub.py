@@ -18,9 +18,10 @@ _CACHED_S = 30.0  # how long a result, success or failure, is cached
 
 
 def require_hub(source: str, setting: str) -> None:
-    """Checks that `source` is a directory, or the id of a model that the hub can send. Blocks for up to 5 s.
+    """Refuses a `source` that cannot be loaded: it is no directory, and either no id of a model, or the hub does not answer and the
+    model was not downloaded before. Does not ask whether the hub has the model. Blocks for up to 5 s.
 
-    Errors: ConfigError that names `setting`, and says why `source` is neither a directory nor a usable id.
+    Errors: ConfigError that names `setting` and the reason.
     """
     if Path(source).is_dir():
         return
@@ -43,9 +44,8 @@ def require_hub(source: str, setting: str) -> None:
 
 
 def hub_error(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """An error message if the hub does not answer and `name` was not downloaded before, else None. Blocks for up to 5 s.
-
-    If HF_HUB_OFFLINE is set, no request is sent and the result is None."""
+    """An error message if the hub does not answer and `name` was not downloaded before, else None. Blocks for up to 5 s. Returns
+    None without a request if HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants
 
     endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
@@ -63,7 +63,7 @@ def hub_error(name: str, kind: Literal["model", "dataset"]) -> str | None:
 
 @cache
 def _connection_error(endpoint: str, period: float) -> str | None:
-    """The error of a request to `endpoint`, or None after any HTTP response. A new `period` expires the cache."""
+    """The error of a request to `endpoint`, or None after any HTTP response. `period`: makes a cached result expire."""
     from huggingface_hub.utils import get_session
 
     try:

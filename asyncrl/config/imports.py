@@ -1,11 +1,11 @@
 """Loads user code by its address: `path/to/file.py:name` or `package.module:name`.
 
 Guarantees. A file is loaded as one module, even if another file imports it by name. No caller gets a module that is still loading,
-and a failed load leaves no module behind. Every failure is one `ConfigError` with the address, the file or module that was searched
-and the cause (chained). This module does not import torch.
+and a failed load leaves nothing in `sys.modules`. Every failure is one `ConfigError` with the address and the file or module that
+was searched; an error of the user's code is its `__cause__`. This module does not import torch.
 
 Loading **runs** the user's module, so reward functions are loaded in worker processes. The process of the run loads environments,
-hooks and models. Losses and advantages are loaded with the configuration, because they declare settings.
+hooks, models and rows of data. Losses and advantages are loaded with the configuration, because they declare settings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """`"dir/file.py:name"` -> `("dir/file.py", "name")`. Errors: `ConfigError` for any other text."""
+    """`"dir/file.py:name"` -> `("dir/file.py", "name")`, also for a module. Errors: `ConfigError` for any other text."""
     place, separator, name = address.rpartition(":")
     if not separator or not place or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{address!r} is not an address of user code; write `file.py:name` or `package.module:name`")
@@ -41,7 +41,7 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def load_object(address: str) -> Any:
-    """The object at `address`. A file path is relative to the working directory. A dotted name is an attribute of a class.
+    """The object at `address`. A file path is relative to the working directory. The name may be `Class.attribute`.
 
     Errors: `ConfigError` for a malformed address, a missing file, module or name, and for an import that raises.
     """
@@ -57,7 +57,7 @@ def load_object(address: str) -> Any:
 
 def check_address(address: str) -> None:
     """Checks an address without running user code. Errors: `ConfigError` for a malformed address, a missing file, invalid Python,
-    or a file that does not define the name."""
+    or a file that does not contain the name. Of a module only the form of the address is checked."""
     place, name = split_address(address)
     if not place.endswith(".py"):
         return
@@ -69,7 +69,7 @@ def check_address(address: str) -> None:
         warnings.simplefilter("ignore")
         text = path.read_bytes()
         used_names = compile(text, place, "exec", dont_inherit=True).co_names
-    # Code that uses one of these may define names that do not appear in the code.
+    # True: the code may define names that do not appear in it.
     dynamic = b"import *" in text or {"globals", "vars", "setattr", "__getattr__"} & {*used_names}
     if outer_name not in used_names and not dynamic:
         raise _missing_name(address, outer_name, used_names)
@@ -116,7 +116,7 @@ def place_of(error: BaseException) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether the error may be a Ctrl-C of the user. Always False if the handler of SIGINT raises nothing, as in a run."""
+    """Whether the error may be a Ctrl-C of the user. False if the handler of SIGINT raises no KeyboardInterrupt, as in a run."""
     handler = signal.getsignal(signal.SIGINT)
     # asyncio.run installs a bound method of its Runner.
     runner = getattr(getattr(handler, "func", None), "__self__", None)
@@ -126,8 +126,8 @@ def is_interrupt(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def user_code(make_error: Callable[[BaseException], Exception]) -> Iterator[None]:
-    """Runs synchronous user code in its body. Raises `make_error(error)` for every error of the body but a Ctrl-C, also for
-    SystemExit, which would end the program with success."""
+    """For synchronous user code in the body of `with`. Raises `make_error(error)` for each error of the body except a Ctrl-C. A
+    SystemExit is such an error, too: it would end the program, perhaps with exit code 0."""
     try:
         yield
     except BaseException as error:
@@ -178,7 +178,7 @@ def _find_spec(name: str, *_: object) -> ModuleSpec | None:
     return importlib.util.spec_from_file_location(name, _files[name]) if name in _files else None
 
 
-# File -> the name by which it was imported. A search among all modules takes milliseconds, and a run asks a dozen times.
+# File -> the name by which the file was imported: a cache for `_module_name`, whose search among all modules takes milliseconds.
 _names: dict[Path, str] = {}
 # Generated name -> file. Python's import system loads these files, with locks: no thread gets a module that is still loading.
 _files: dict[str, Path] = {}
@@ -192,6 +192,6 @@ def _load_module(address: str, place: str) -> ModuleType:
 
 
 def _append_to_path(folder: str) -> None:
-    """Makes the files of the folder importable. The folder comes last in the path, so that it hides no installed package."""
+    """Appends the folder to `sys.path`, so that its files can be imported. At the end it hides no installed package."""
     if folder not in sys.path:
         sys.path.append(folder)

@@ -1,7 +1,7 @@
-"""Merges configuration files and overrides into one `Config`. A later file replaces values of earlier files, overrides come last.
+"""Merges configuration files and overrides into one `Config`. A later file overrules earlier files, an override all files.
 
-Sections merge deeply. Lists and single values are replaced. A setting in `PATHS` may name a file or directory in the folder of its
-YAML file. If that file or directory exists, the value becomes its absolute path. Any other value is not changed: it may be a hub
+Sections, and settings that are mappings, merge deeply. Other values are replaced. A setting in `PATHS` may name a file or directory
+in the folder of its YAML file. If such a path exists, the value becomes absolute. Any other value is not changed: it may be a hub
 id, a module, or a path from the working directory. Paths in overrides, and every `run.dir`, are relative to the working directory.
 """
 
@@ -60,18 +60,18 @@ def load_config(files: Sequence[str | os.PathLike[str]] = (), overrides: Sequenc
 
 def parquet_shards(path: Path) -> list[Path]:
     """The shards of `path`: `data/train-00000-of-00002.parquet`, ... for `data/train`."""
-    # `Path.glob` and `Path.exists` raise for a name that is too long, and their namesakes in `os.path` do not.
+    # For a name that is too long `os.path.isdir` is False, but `Path.glob` and `Path.exists` raise an OSError.
     files = sorted(path.parent.glob(f"{glob.escape(path.name)}-*-of-*.parquet")) if os.path.isdir(path.parent) else []
     return [file for file in files if (shard := SHARD.fullmatch(file.name)) and shard[1] == path.name]
 
 
 def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
-    """Yields name, value and original text of `a.b=value`, `--a.b=value` or `--a.b value`. A dash in a name is an underscore.
-    Values are YAML.
+    """Yields name, value and original text of `a.b=value`, `--a.b=value` or `--a.b value`. A dash in a name counts as an
+    underscore. Values are YAML.
 
-    `--a.b` without a value is true if the setting is a boolean. For a string or a list of strings the text itself is the value.
-    Exceptions, which are read as YAML: quoted text; `null`, if the setting is a list or may be null; for a list, a text that begins
-    with `[`. Errors: `ConfigError`.
+    `--a.b` without a value means true if the setting is a boolean. If the setting is a string or a list of strings, the text is
+    the value and is not read as YAML, with three exceptions: a quoted text, `null` if the setting is a list or may be null, and a
+    text that begins with `[` if the setting is a list. Errors: `ConfigError`.
     """
     remaining = list(arguments)
     while remaining:
@@ -154,7 +154,7 @@ def _read(path: Path, origin: dict[str, str]) -> dict[str, Any]:
 
 
 def _make_absolute(value: Any, name: str, folder: Path) -> Any:
-    """A copy of `value` with absolute paths, where they exist in `folder`. `name`: the dotted name of `value`."""
+    """A copy of `value` in which each path that exists in `folder` is absolute. `name`: the dotted name of `value`."""
     if isinstance(value, dict):
         return {key: _make_absolute(item, f"{name}.{key}".lstrip("."), folder) for key, item in value.items()}
     if isinstance(value, list):
@@ -189,7 +189,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _error_lines(item: Mapping[str, Any], origin: Mapping[str, str], schema: type[Config]) -> Iterator[str]:
     """One pydantic error as message lines: one line, or one for each setting of an unknown section."""
     known, keys, value = config_fields(schema), [str(part) for part in item["loc"]], item["input"]
-    # How many of the first keys form the name of a setting, or 0. Later keys are inside of the setting's value.
+    # How many of the first keys form the name of a setting, or 0. The other keys are inside of the setting's value.
     depth = next((n for n in range(1, len(keys) + 1) if ".".join(keys[:n]) in known), 0)
     name = ".".join(keys[:depth] if depth else keys)
     field, source = known.get(name), _source_of(name, origin)

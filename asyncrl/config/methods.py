@@ -1,6 +1,6 @@
 """Makes sections of the configuration from the methods of `algorithms/`: losses, advantages and terms. Does not import torch.
 
-The code is the same for all methods: the settings that a method declares (`algorithms/method.py`) become fields, help and bounds.
+Fields, bounds and help texts come from the settings that each method declares (`algorithms/method.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .section import SettingsSection, field
 
 # Dotted name -> setting, for the built-in methods.
 SETTINGS: Mapping[str, Setting] = {setting.dotted: setting for setting in registry.settings().values()}
-# Settings of `build_loss` that are in `algorithm` itself, not in a section of it. Both choose the centre of the clip.
+# Arguments of `build_loss` that are settings of `algorithm` itself, not of one of its sections: they choose the centre of the clip.
 CENTRE = ("old_logprobs", "force_on_policy")
 
 
@@ -47,8 +47,8 @@ globals().update({section.__name__: section for section in SECTIONS.values()})
 
 
 def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type[Method] | None:
-    """Registers a loss or advantage of the user under its address. `kind`: "loss" or "advantage". Returns the class that declares
-    its settings, if any. `reserved`: names that the section of these settings must not have. Errors: ConfigError."""
+    """Loads and registers a loss or advantage of the user under its address. `kind`: "loss" or "advantage". Returns the class that
+    declares its settings, if any. `reserved`: names that the section of these settings must not have. Errors: ConfigError."""
 
     def error_of(text: str) -> ConfigError:
         return ConfigError(f"algorithm.{kind} is {address!r}, {text}")
@@ -92,14 +92,14 @@ def settings_of(algorithm: Any) -> Mapping[str, Setting]:
 
 
 def flat_values(algorithm: Any) -> dict[str, Any]:
-    """The values of the section `algorithm` under flat names: the arguments of `build_loss` and `build_advantage`."""
+    """The values of all settings of methods, and of `CENTRE`, under flat names: arguments of `build_loss` and `build_advantage`."""
     settings = settings_of(algorithm).values()
     values = {setting.flat: getattr(getattr(algorithm, setting.section), setting.name) for setting in settings}
     return values | {name: getattr(algorithm, name) for name in CENTRE}
 
 
 def about(section: str) -> str:
-    """The line of `--help` about a section of methods. Empty for any other section."""
+    """The line of `--help` about a section that methods declare. Empty for any other section."""
     losses = [name for name, loss in registry.LOSSES.items() if loss.section == section and loss.settings()]
     if losses:
         return f"settings of loss {', '.join(losses)}; refused with another loss"

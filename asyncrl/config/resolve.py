@@ -1,9 +1,9 @@
-"""`resolve` fills in presets and derived settings, and checks the whole configuration. The function is pure and idempotent.
+"""`resolve` fills in presets and values derived from other settings, and checks the whole configuration. Pure and idempotent.
 
 preset   max_staleness  streaming   meaning
 sync     0              false       whole steps in prompt order, on CPUs bit-identical reruns
-one_off  1              false       whole steps, one step behind
-async    2              true        every group is trained as it arrives
+one_off  1              false       whole steps, generated one step ahead
+async    2              true        each group is trained as soon as it is complete
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .fields import get
 from .schema import Config
 from .schema_rollouts import RolloutConfig
 
-Model = TypeVar("Model", bound=BaseModel)
-# model.dtype -> the automatic algorithm.mismatch_gate, in nats on average. vLLM in bfloat16 was measured at 0.04.
+AnySection = TypeVar("AnySection", bound=BaseModel)
+# model.dtype -> the automatic algorithm.mismatch_gate, in nats per token. vLLM in bfloat16 was measured at 0.04.
 MISMATCH = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.1}
 # Settings of `rollout` under which tokens are not sampled from the policy's distribution at the temperature.
 _CHANGE_DISTRIBUTION = (
@@ -36,7 +36,7 @@ PRESETS: dict[str, tuple[int, bool]] = {"sync": (0, False), "one_off": (1, False
 def turns_bound(config: Config) -> int:
     """Largest age of a group in turns of the ledger: `max_staleness + (weight_sync_interval - 1)`.
 
-    If an engine gets new weights only every k steps, its weights are up to k - 1 steps old when it samples.
+    With weight_sync_interval = k an engine gets new weights every k steps, so its weights are up to k - 1 steps old.
     """
     return _max_staleness(config) + config.rollout.weight_sync_interval - 1
 
@@ -52,8 +52,8 @@ def versions_per_batch(config: Config) -> int:
 
 
 def last_version(config: Config, base: int = 0, rows: int | None = None) -> int | None:
-    """The policy version after the last batch that `train.max_steps` and `train.max_epochs` allow; None if neither is known to end
-    the run. `base`: the version at turn 0. `rows`: the number of training prompts, if the run has prompts.
+    """The policy version after the last batch that `train.max_steps` and `train.max_epochs` allow; None if neither setting gives a
+    last batch. `base`: the version at turn 0. `rows`: the number of training prompts, if the run has prompts.
 
     The run may end earlier: at `train.time_limit_s`, and with `max_epochs` also if prompts are skipped or groups are dropped."""
     train, batches = config.train, config.train.max_steps
@@ -78,8 +78,8 @@ def row_limit(config: Config) -> int:
 def staleness_bound(config: Config) -> int:
     """Largest age, in policy versions, of a trained token: `u x turns_bound + (u - 1)` with u versions per batch.
 
-    A batch is one turn of the ledger and u versions. A group that was admitted k turns ago was sampled at most u k versions
-    before the first update of its batch. The last update of the batch is u - 1 versions later.
+    A batch is one turn of the ledger and u versions. A token that was sampled k turns before its batch is trained is at most
+    u k versions old at the first update of the batch, and u - 1 versions older at the last update.
     """
     updates = versions_per_batch(config)
     return updates * turns_bound(config) + (updates - 1)
@@ -108,7 +108,7 @@ def resolve(
     submits = submitted and config.train.kind == "torch"
     outside = submits or own_environment or config.door.ring is not None
     preset |= _overlong_limit(config, outside)
-    # On a GPU `runtime/memory.py` has set this value from the memory of the GPU. The longest row must fit into a microbatch.
+    # On a GPU `runtime/memory.py` may have set this value from the GPU's memory. The longest row must fit into a microbatch.
     if "tokens_per_microbatch" not in config.train.model_fields_set:
         tokens = max(config.train.tokens_per_microbatch, row_limit(config))
         config = with_values(config, {"train.tokens_per_microbatch": tokens})
@@ -129,8 +129,8 @@ def resolve(
         groups_of_rank = -(-slots(config) // (world_size if generating is None else max(1, generating)))
         derived["engine.max_sequences"] = groups_of_rank * config.rollout.group_size
     if config.engine.kept_prefix_max_age is None:
-        oldest = 1 if config.engine.kv_after_update == "recompute" else max(1, staleness_bound(config))
-        derived["engine.kept_prefix_max_age"] = 0 if config.preset == "sync" else oldest
+        max_age = 1 if config.engine.kv_after_update == "recompute" else max(1, staleness_bound(config))
+        derived["engine.kept_prefix_max_age"] = 0 if config.preset == "sync" else max_age
     if config.evaluate.temperature is None:
         derived["evaluate.temperature"] = config.rollout.temperature
     return with_values(config, derived)
@@ -158,8 +158,8 @@ def warnings(config: Config, rows: int | None = None) -> list[str]:
         )
     if train.schedule != "constant" and last is not None and (train.time_limit_s or train.max_epochs):
         sentences.append(
-            f"train.schedule={train.schedule} ends at optimizer step {last}. The run ends earlier, at a higher rate, at "
-            "train.time_limit_s, or if train.max_epochs ends a run whose prompts are skipped or whose groups are dropped"
+            f"train.schedule={train.schedule} ends at optimizer step {last}. The run ends earlier, at a higher rate, if "
+            "train.time_limit_s is reached, or if prompts are skipped or groups are dropped under train.max_epochs"
         )
     if config.data.eval is not None and config.evaluate.every is None:
         sentences.append("data.eval is set but evaluate.every is not: nothing will be evaluated")
@@ -171,7 +171,7 @@ def _max_staleness(config: Config) -> int:
     return PRESETS[config.preset][0] if setting is None else setting
 
 
-def with_values(section: Model, values: Mapping[str, Any]) -> Model:
+def with_values(section: AnySection, values: Mapping[str, Any]) -> AnySection:
     """A copy of `section` in which the settings with these dotted names have these values."""
     for name, value in values.items():
         first, _, inner_name = name.partition(".")

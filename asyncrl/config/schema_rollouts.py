@@ -11,15 +11,15 @@ from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from .section import LocalPath, SettingsSection, Untyped, field
 
 
-class _Scorer(SettingsSection):
+class _ShortFormSection(SettingsSection):
     @model_validator(mode="before")
     @classmethod
-    def _address(cls, value: Any) -> Any:
-        """A string is short for a section in which only the first field (`function` or `path`) is set."""
+    def _expand(cls, value: Any) -> Any:
+        """A string is short for a section in which only the first field (`function`, `text` or `path`) is set."""
         return {next(iter(cls.model_fields)): value} if isinstance(value, str) else value
 
 
-class RewardFunctionConfig(_Scorer):
+class RewardFunctionConfig(_ShortFormSection):
     """A reward function and the weight of its scores."""
 
     function: LocalPath = Field(
@@ -29,11 +29,11 @@ class RewardFunctionConfig(_Scorer):
     name: str | None = field(None, "Name in metrics; default: the name of the function.")
     components: dict[str, float] = field(
         {},
-        "Name -> weight, if the function returns a mapping for each completion. Each is a component `NAME/name` of the reward.",
+        "If the function returns a mapping for each completion: name -> weight, times `weight`, of each component `NAME/name`.",
     )
 
 
-class CriterionConfig(_Scorer):
+class CriterionConfig(_ShortFormSection):
     """One criterion of a judge."""
 
     text: str = Field(description="What a completion must be or do for the highest score.", min_length=1)
@@ -43,7 +43,7 @@ class CriterionConfig(_Scorer):
 class JudgeConfig(SettingsSection):
     """A language model that scores completions, behind an OpenAI-compatible endpoint."""
 
-    url: str = Field(description="Base address of the endpoint, up to `/v1`; or `policy`: the policy of this run.")
+    url: str = Field(description="Base address of the endpoint, with `/v1`; or `policy`: the policy of this run.")
     criteria: dict[str, CriterionConfig] | str = Field(
         description="One text, or name -> text. Each named criterion is a component `NAME/name` of the reward. A criterion may be "
         "`{text: ..., weight: ...}`.",
@@ -53,12 +53,12 @@ class JudgeConfig(SettingsSection):
     weight: float = field(1.0, "Weight in the sum of the components; the weights of criteria are multiplied by this.")
     model: str | None = field(None, "Name of the model at the endpoint; null: requests name no model.")
     key_env: str | None = field(None, "Name of the environment variable with the endpoint's key; null: no key.")
-    reference: str | None = field(None, "Column with a reference answer, which the judge reads beside the completion.")
+    reference: str | None = field(None, "Column with a reference answer, which the judge gets with the completion.")
     scale: int = field(10, "The judge gives whole numbers from 0 to this. A score is the number divided by this.", ge=1)
     request: Untyped = field({}, "Further fields of each request, such as temperature and max_tokens.")
 
 
-class RewardModelConfig(_Scorer):
+class RewardModelConfig(_ShortFormSection):
     """One reward model: a classifier whose output is a reward."""
 
     path: LocalPath = Field(
@@ -73,7 +73,7 @@ class RewardModelConfig(_Scorer):
     label: int | None = field(None, "Index from 0 of the output that is the score; required for several outputs.", ge=0)
     max_tokens: int | None = field(
         None,
-        "Longest text, in the model's tokens; default: the limit of its configuration. `on_error` applies to a longer text.",
+        "Longest text, in the model's tokens; default: the limit of the model. `on_error` applies to a longer text.",
         ge=1,
     )
 
@@ -96,7 +96,7 @@ class OverlongConfig(SettingsSection):
 
 
 class TextConfig(SettingsSection):
-    """How the text that rewards read is made of the sampled tokens. A special token that ended the completion is omitted."""
+    """How the text for rewards is made from the sampled tokens. A special token that ended the completion is always omitted."""
 
     special_tokens: bool = field(
         True, "Keep special tokens that were sampled before the end of the completion. TRL removes them (false)."
@@ -106,7 +106,7 @@ class TextConfig(SettingsSection):
     )
     opened: bool = field(
         False,
-        "Put the start of the answer that a chat template writes into the prompt, such as <think>, in front. TRL does not (false).",
+        "Begin the text with the start of the answer that the prompt already has, such as <think> of the template. TRL does not.",
     )
 
 
@@ -123,16 +123,16 @@ class RewardConfig(SettingsSection):
     )
     workers: int = field(1, "Number of processes of each rank that run the reward functions.", ge=1)
     concurrency: int = field(
-        512, "Most completions that `async def` functions of one worker score at the same time, over all groups.", ge=1
+        512, "Limit of completions that coroutines of one worker score at a time; a larger call runs alone.", ge=1
     )
     timeout_s: float = field(
         30.0,
-        "Seconds for a call or a request of a judge. A late coroutine is cancelled; the worker of a late function is killed.",
+        "Seconds for a function call or a judge's request. A late `async def` call is cancelled; other late calls kill the worker.",
         gt=0,
     )
     retries: int = field(
         2,
-        "Retries of an `async def` call that failed or missed its deadline, after about 1, 2, 4, ... seconds, and of each request "
+        "Retries of an `async def` call that failed or missed its deadline, after up to 1, 2, 4, ... seconds, and of each request "
         "of a judge. Other functions are not retried, because they would fail again.",
         ge=0,
     )
@@ -151,11 +151,11 @@ class RewardConfig(SettingsSection):
     worker_max_calls: int | None = field(None, "Replace a worker after this many calls; null: never.", ge=1)
     batch: Literal["auto", "group", "trajectory"] = field(
         "auto",
-        "Call the functions once per group, or once per completion as soon as the completion is finished; auto: group for "
-        "single_turn, or if a function has `whole_group`. An error or a missed deadline affects all completions of the call.",
+        "Call the functions once per group, or once per finished completion; auto: group for single_turn, with keep_viable, or if "
+        "a function has `whole_group`; else trajectory. An error or a missed deadline affects all completions of the call.",
     )
     scale_adv_by_len: bool = field(
-        False, "Multiply every reward by the number of scored tokens of its completion (Atropos)."
+        False, "Multiply every reward by the number of sampled tokens of its completion (Atropos)."
     )
     text: TextConfig = TextConfig()
     overlong: OverlongConfig = OverlongConfig()
@@ -167,7 +167,7 @@ class RewardConfig(SettingsSection):
 
     @property
     def judge_deadline_s(self) -> float:
-        """The most seconds for all tries of a judge, with the longest pause after each try."""
+        """Upper bound of the seconds for all tries of a judge, with the longest pause, 60 s, after each try."""
         return (self.retries + 1) * (self.timeout_s + 60.0)
 
 
@@ -181,7 +181,7 @@ class DoorConfig(SettingsSection):
     )
     ring_mib: int = field(256, "Shared memory of the ring in MiB, for all producers together.", ge=1)
     producer_mib: int = field(16, "Shared memory of one producer in MiB. A larger record is refused.", ge=1)
-    producer_records: int = field(256, "Most records that one producer can have in the ring.", ge=1)
+    producer_records: int = field(256, "Limit of the records that one producer has in the ring.", ge=1)
     timeout_s: float | None = field(
         600.0, "Seconds that an incomplete group waits for its members, from the first member on; null: no limit.", gt=0
     )
@@ -190,7 +190,7 @@ class DoorConfig(SettingsSection):
     )
     reconnect_s: float = field(
         30.0,
-        "Seconds in which a producer may connect again and complete the groups of its epoch, after the epoch's last producer left.",
+        "After all producers of an epoch (`Client.attach`) left: seconds for a reconnect; then the epoch's incomplete groups end.",
         ge=0,
     )
     http_port: int | None = field(
@@ -200,12 +200,12 @@ class DoorConfig(SettingsSection):
         le=65535,
     )
     http_host: str = field(
-        "127.0.0.1", "Address of the port. Nothing is encrypted: use another address only in a network that you trust."
+        "127.0.0.1", "Address to listen at. Nothing is encrypted: use another address only in a network that you trust."
     )
     http_key: str | None = field(
         None,
-        "Secret of at least 16 characters that clients send, as the first part of the URL's path or as `Authorization: Bearer`. "
-        'null: each run makes a new key and prints the URL with the key. "": no key, only on 127.0.0.1.',
+        "Secret of 16 to 256 letters, digits or . _ ~ - that clients send: first part of the URL's path, or `Authorization: "
+        'Bearer SECRET`. null: each run makes a new key and prints the URL with the key. "": no key, only on a loopback address.',
         exclude=True,
     )
     http_names: tuple[str, ...] = field(
@@ -216,11 +216,11 @@ class DoorConfig(SettingsSection):
 class EndpointConfig(SettingsSection):
     """`policy.base_url`: the policy over HTTP, for agents with a client of OpenAI or Anthropic (extra [http]).
 
-    The endpoint opens when an episode first reads `policy.base_url`. Each episode has a key of its own."""
+    The endpoint opens at its first use, by an episode or a reward function. Each episode has a key of its own."""
 
     host: str = field(
         "127.0.0.1",
-        "Address of the endpoint. Nothing is encrypted: use another address only in a network that you trust.",
+        "Address to listen at. Nothing is encrypted: use another address only in a network that you trust.",
     )
     port: int = field(0, "Port of the endpoint; 0: any free port, as several ranks on a machine need.", ge=0, le=65535)
     names: tuple[str, ...] = field(
@@ -233,7 +233,7 @@ class FilterConfig(SettingsSection):
 
     dynamic_sampling: bool = field(
         False,
-        "Replace groups without a learning signal (all rewards equal), as DAPO does. `overlong` does not count as a signal.",
+        "Replace groups without a learning signal (mostly: all rewards equal), as DAPO does. `overlong` does not count.",
     )
     min_mean_reward: float | None = field(
         None, "Drop and replace groups whose mean reward is below this: too hard to learn from."
@@ -246,7 +246,7 @@ class FilterConfig(SettingsSection):
         "The number that these filters compare: `reward`, the weighted sum without `overlong`, or the name of a component.",
     )
     max_refills: int = field(
-        8, "Most groups that a rank drops in a step, in multiples of groups_per_step. Further groups are kept.", ge=0
+        8, "Limit of dropped groups per step and rank, in multiples of groups_per_step. Later groups are kept.", ge=0
     )
 
 
@@ -266,18 +266,18 @@ class RolloutConfig(SettingsSection):
     )
     weight_sync_interval: int = field(
         1,
-        "Send new weights to the engines every k steps. The age that max_staleness allows grows by k - 1. An evaluation and the "
-        "end of the run send weights earlier.",
+        "Send new weights to the engines every k steps. The largest age grows by k - 1. An evaluation and the end of the run send "
+        "weights earlier.",
         ge=1,
     )
     sync_warmup_steps: int = field(
-        0, "Number of first steps in which no batch is generated ahead: their groups have age 0.", ge=0
+        0, "In the first n steps no batch is generated ahead: their groups have age 0.", ge=0
     )
     streaming_min_groups: int = field(
-        1, "If streaming: number of groups that are trained together. The last groups of a step may be fewer.", ge=1
+        1, "If streaming: train as soon as this many groups are ready. At the end of a step they may be fewer.", ge=1
     )
     late: Literal["wait", "drop"] = field(
-        "wait", "At the deadline of an unfinished group, the step waits for the group, or drops and counts the group."
+        "wait", "At the deadline of an untrained group: the step waits for the group, or drops and counts the group."
     )
     temperature: float = field(1.0, "Sampling temperature.", ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     top_p: float = field(1.0, "Nucleus filter; 1 is off.", gt=0, le=1)
@@ -306,12 +306,12 @@ class RolloutConfig(SettingsSection):
     )
     bad_words: tuple[str, ...] = field(
         (),
-        "Texts that are not sampled. As in vLLM, a text is tokenized as it is, and with a space in front if that gives as many "
-        "tokens; if all its tokens but the last have been sampled, the last token is excluded.",
+        "Texts that are not sampled. As in vLLM, a text is tokenized without leading spaces, and also with one if that gives as "
+        "many tokens. The last token is excluded right after the tokens before it.",
     )
     min_tokens: int = field(
         0,
-        "Shortest completion in tokens. Before, stop strings are ignored, and stop and end tokens are not sampled.",
+        "Shortest completion in tokens. Until then stop strings are ignored, and stop and end tokens are not sampled.",
         ge=0,
     )
     max_tokens: int = field(256, "Longest completion in tokens.", ge=1)
@@ -324,16 +324,16 @@ class RolloutConfig(SettingsSection):
     )
     max_context: int | None = field(
         None,
-        "Agents: most tokens of a request's prompt and reply. A reply that reaches this ends with `length`; a longer prompt "
-        "raises an EpisodeLimit. Default: data.max_prompt_tokens + rollout.max_tokens.",
+        "Agents: limit of a request's prompt and reply in tokens. A reply at the limit ends with `length`; a prompt "
+        "without room for a reply raises an EpisodeLimit. Default: data.max_prompt_tokens + rollout.max_tokens.",
         ge=2,
     )
     max_turns: int | None = field(
-        None, "Agents: most replies of an episode; one more request raises an EpisodeLimit. null: no limit.", ge=1
+        None, "Agents: limit of an episode's replies; one more request raises an EpisodeLimit. null: no limit.", ge=1
     )
     timeout_s: float = field(
         3600.0,
-        "Most seconds of an episode, with retries and waits for the engine. A longer episode counts as failed.",
+        "Time limit of an episode in seconds, including retries and waits for the engine. A longer episode counts as failed.",
         gt=0,
     )
     retries: int = field(
@@ -343,13 +343,13 @@ class RolloutConfig(SettingsSection):
     )
     keep_viable: bool = field(
         False,
-        "If a member fails in all attempts: true trains the other members, at least two, and scores the members of a group "
-        "together; false replaces the whole group, because what remains may be a biased choice.",
+        "If a member fails in all attempts: true trains the other members, at least two, and scores them in one call; false "
+        "replaces the whole group, because the other members may be a biased choice.",
     )
     max_failed_groups: int | None = field(
         None,
-        "Most failed groups before the run ends; each is replaced by another prompt. Default: a tenth of the admitted groups, at "
-        "least groups_per_step.",
+        "Limit of failed groups; one more ends the run. A new prompt replaces each failed group. Default: a tenth of "
+        "the admitted groups, at least groups_per_step.",
         ge=0,
     )
     environment: LocalPath = field(
@@ -360,7 +360,7 @@ class RolloutConfig(SettingsSection):
         60.0, "Deadline of one call of a tool in seconds. After the deadline the model gets the text of an error.", gt=0
     )
     tool_max_chars: int = field(
-        8192, "Longest result of a tool in characters. A longer result is cut, and the model is told so.", ge=1
+        8192, "Longest result of a tool in characters. A longer result is cut, with a note for the model.", ge=1
     )
     filter: FilterConfig = FilterConfig()
 
@@ -370,21 +370,21 @@ class RerollConfig(SettingsSection):
 
     start_fraction: float = field(
         1.0,
-        "Fraction of the run after which failed prompts are played again, also those that failed before; 1: never.",
+        "Fraction of the run after which prompts that have failed at any time are played again; 1: never.",
         ge=0,
         le=1,
     )
-    groups_per_step: int = field(1, "Number of failed prompts that replace new prompts, per step and rank.", ge=1)
-    attempts: int = field(1, "Most times that a prompt is played again.", ge=1)
+    groups_per_step: int = field(1, "How many failed prompts at most replace new prompts, per step and rank.", ge=1)
+    attempts: int = field(1, "How many times at most a prompt is played again.", ge=1)
     reward_at_most: float = field(0.0, "A completion with at most this reward has failed.")
 
 
 class ReplayConfig(SettingsSection):
-    """Trained groups that are trained a second time, instead of groups without a learning signal."""
+    """Trained groups that are trained again, once or more, instead of groups without a learning signal."""
 
     size: int = field(
         0,
-        "Trained groups with a strong signal that each rank keeps, to replace groups without a signal; 0 is off.",
+        "How many trained groups with a strong signal each rank keeps, to replace groups without a signal; 0 is off.",
         ge=0,
     )
     max_age: int = field(8, "Largest age of a replayed token in policy versions; max_staleness does not apply.", ge=0)

@@ -27,19 +27,19 @@ def _refuse_yes_and_no(value: Any) -> Any:
 # Settings that may name a file or directory.
 LocalPath: TypeAlias = Annotated[str, AfterValidator(expand_home)]
 OptionalPath: TypeAlias = Annotated[str | None, AfterValidator(expand_home)]
-# Keyword arguments that are passed to code outside of asyncrl, such as a chat template: their types are unknown here.
+# Keyword arguments that are passed to code outside of asyncrl, such as a chat template: asyncrl does not know their types.
 Untyped: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_refuse_yes_and_no)]
 
 
 class SettingsSection(BaseModel):
-    """Base of the sections. Sections are frozen, and refuse unknown keys, infinity and NaN. "No limit" is null."""
+    """Base of the sections. Sections are frozen, and refuse unknown keys, infinity and NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _normalise(cls, value: Any, info: ValidationInfo) -> Any:
-        """Accepts `GRPO` and `dr-grpo` for a choice, and a single item for a list. Refuses true and false for a number."""
+        """Accepts `ASYNC` and `one-off` for a choice, and a single item for a list. Refuses true and false for a number."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         types = (annotation, *get_args(annotation))
         if isinstance(value, bool) and bool not in types and {int, float} & {*types}:

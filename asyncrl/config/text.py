@@ -1,7 +1,7 @@
 """YAML 1.2 as ruamel.yaml reads and writes it, with line numbers for error messages.
 
-`1e-6` is a number, `true` and `false` are the only booleans, and `off`, `no`, `1:30` and `2026-11-21` are text. A repeated key is
-an error.
+`1e-6` is a number, `true` and `false` (in any usual case) are the only booleans, and `off`, `no`, `1:30` and `2026-11-21` are
+text. A repeated key is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Representer(SafeRepresenter):
         return True
 
     def represent_text(self, value: str) -> ScalarNode:
-        """Quote text that YAML 1.1 would read as a boolean, or whose Unicode line breaks would become spaces."""
+        """Quote text that YAML 1.1 would read as a boolean, or that has Unicode line breaks or byte order marks."""
         quoted = value.lower() in _QUOTED or any(c in value for c in "\x85\u2028\u2029\ufeff")
         return self.represent_scalar("tag:yaml.org,2002:str", value, style='"' if quoted else None)
 
@@ -69,14 +69,14 @@ def parse_file(text: str, source: str) -> tuple[Any, dict[str, int]]:
 
 
 def dump(value: Any) -> str:
-    """YAML text that `parse_file` reads back to an equal value."""
+    """YAML text that `parse_file` reads back to an equal value, with lists in place of tuples."""
     text = io.StringIO()
     _yaml().dump(value, text)
     return text.getvalue()
 
 
 def one_line(value: Any) -> str:
-    """The value of a setting as one line of YAML."""
+    """The value of a setting in one line, for messages: YAML, but `; ` separates the keys of a mapping."""
     if isinstance(value, (tuple, list)) and not any(isinstance(item, dict) for item in value):
         return f"[{', '.join(map(one_line, value))}]"
     return dump(value).removesuffix("\n").removesuffix("\n...").replace("\n", "; ")
@@ -95,7 +95,7 @@ def _problem(error: YAMLError | ValueError) -> str:
 
 
 def _lines(node: Any, source: str, prefix: str = "", parents: tuple[int, ...] = ()) -> Iterator[tuple[str, int]]:
-    """(dotted key, line) of the keys in `node`. `parents`: ids of the nodes around `node`."""
+    """(dotted key, line) of the keys in `node`. `parents`: `id()` of each node that contains `node`."""
     if id(node) in parents:
         raise ConfigError(f"{source} line {node.start_mark.line + 1}: an alias refers to itself")
     parents = (*parents, id(node))

@@ -3,17 +3,17 @@
     microbatch: a forest of nodes      node: adjacent tokens, which follow the tokens of its ancestors
                                        [prompt][completion 0][completion 1]...     (a group without further common tokens)
 
-Rows are trajectories. Rows of a microbatch share their first tokens as long as the tokens are equal: a prompt, the first sampled
-tokens of members that begin alike, the history of branches. So no token is forwarded twice, with two exceptions, because each inner
-node costs a call of attention:
+Rows are trajectories. Rows of a microbatch share their equal first tokens: a prompt, the first sampled tokens of members that begin
+alike, the history of branches. A shared token is forwarded once. Each inner node costs a call of attention, so short beginnings are
+not shared:
 
 * A node is not cut for less than `_MIN_CUT` tokens, except at the end of the prompt or of a row.
-* Rows of two groups do not share `_MAX_UNSHARED` tokens or fewer, unless TRL's trie of the same rows would have fewer tokens.
+* Rows of different groups share `_MAX_UNSHARED` or fewer tokens only if otherwise TRL's trie of these rows would be smaller.
 
 Even so, fewer tokens are forwarded than by TRL's `TreeRow` (trl/experimental/async_grpo/packing.py). That trie has one token more
 for each fork, and has the last token of each row. Here a text ends before its last scored token, because that token is only a
-target of the loss. A row without scored tokens takes no room, but its sequence is counted: losses that divide by the number
-of sequences need the count.
+target of the loss. A row without scored tokens has no packed tokens, but the microbatch counts its sequence for losses that divide
+by the number of sequences.
 
 With recorded expert routes, rows share a token only if its routes are equal: other experts make other keys and values. Routes can
 differ if weights changed between two prefills, or if a member comes from an outside producer. The routes of the last prompt token
@@ -22,7 +22,7 @@ may choose another expert. A shared token gets the routes of the first row that 
 
 Groups are packed in the given order, members with the most tokens first. A new microbatch is opened when the token budget is full.
 A row is never split, because some losses need all tokens of a sequence at once. A row that is longer than the budget gets a
-microbatch of its own. The assignment to microbatches changes no gradient.
+microbatch of its own. The gradient does not depend on the assignment of rows to microbatches.
 
 Shapes: T packed tokens, S scored tokens, s scored tokens of one trajectory, G members of a group, L tokens of a trajectory.
 """
@@ -46,7 +46,7 @@ from .store import OLD, REFERENCE, TURN_ADVANTAGES, Column
 GroupColumns: TypeAlias = Mapping[str, Column]
 
 
-# At most 2 tokens of a row with a fork are forwarded again. TRL's trie has two tokens more for such a row.
+# At a fork a row forwards at most `_MIN_CUT - 1` equal tokens again. TRL's trie has two tokens more for each row with a fork.
 _MIN_CUT = 3
 _MAX_UNSHARED = 32
 
@@ -71,13 +71,13 @@ class _PackedRow(NamedTuple):
     scored: npt.NDArray[np.int64]
     scored_slice: slice | None  # set if `scored` has no gaps
     segments: list[_Segment]
-    forward: int  # tokens that are packed
+    forward: int  # tokens to pack, before any are shared
     place: int  # index in the group
     columns: GroupColumns
 
 
 class _Node:
-    """Adjacent packed tokens: `length` tokens of a trajectory from `start` on. `depth`: tokens before the node on the path."""
+    """Adjacent packed tokens: `length` tokens of a trajectory from `start` on. `depth`: number of tokens of all its ancestors."""
 
     __slots__ = ("children", "depth", "length", "number", "packed", "parent", "start", "trajectory")
 
@@ -90,7 +90,7 @@ class _Node:
         self.children.setdefault(int(child.trajectory.tokens[child.start]), []).append(child)
 
     def shared(self, trajectory: Trajectory, start: int, end: int) -> int:
-        """How many of the tokens [start, end) of a trajectory equal the first tokens of the node, with their routes."""
+        """How many of the tokens [start, end) of a trajectory equal the first tokens of the node, in id and routes."""
         of_node, count = self.trajectory, min(self.length, end - start)
         part, node_part = slice(start, start + count), slice(self.start, self.start + count)
         differ = trajectory.tokens[part] != of_node.tokens[node_part]
@@ -104,13 +104,13 @@ class _Node:
         return first if differ[first] else count
 
 
-# (tokens, node, inside, equal). The first `tokens` tokens of a row are on one path of the trie. The last of them are the first
-# `inside` tokens of `node`. `equal`: what `tokens` would be without `_MIN_CUT`.
+# (tokens, node, inside, equal). A row can share its first `tokens` tokens with a path of the trie. The last tokens of this path are
+# the first `inside` tokens of `node`. `equal`: what `tokens` would be without `_MIN_CUT`.
 _Match: TypeAlias = tuple[int, _Node, int, int]
 
 
 class _Trie:
-    """The rows of one microbatch."""
+    """The rows of one microbatch, as a prefix tree of nodes."""
 
     def __init__(self, trajectory: Trajectory) -> None:
         self.root = _Node(trajectory, 0, 0, 0, None)  # holds no token
@@ -121,7 +121,7 @@ class _Trie:
         self._spare = 0
 
     def match(self, row: _PackedRow) -> _Match:
-        """Where the first segment of the row belongs."""
+        """Which tokens of the row's first segment the trie has already."""
         trajectory, (start, end, *_) = row.trajectory, row.segments[0]
         found = tokens, node, _, equal = _longest(self.root, trajectory, start, end)
         if tokens and node.trajectory.group_id != trajectory.group_id and equal <= min(self._spare, _MAX_UNSHARED):
@@ -154,7 +154,7 @@ class _Trie:
         self.rows.append((row, ends))
 
     def _node_ending_at(self, node: _Node, depth: int) -> _Node:
-        """The node on the path of `node` that ends `depth` tokens behind the root. If no node ends there, one is cut."""
+        """The node on the path of `node` whose last token is the path's `depth`-th token. Cuts a node if no node ends there."""
         while node.depth >= depth:
             node = _parent(node)
         return self._cut(node, depth - node.depth) if depth - node.depth < node.length else node
@@ -171,7 +171,7 @@ class _Trie:
         return upper
 
     def release(self) -> None:
-        """Drop the references of nodes to their parents: a cycle would keep views of leased memory until a garbage collection."""
+        """Drop the nodes' references to their parents: cycles would keep views of leased memory until a garbage collection."""
         for node in self._nodes:
             node.parent = None
 
@@ -195,22 +195,22 @@ def _parent(node: _Node) -> _Node:
 
 
 def _longest(node: _Node, trajectory: Trajectory, start: int, end: int) -> _Match:
-    """The longest path below `node` that begins as the tokens [start, end) of a trajectory do."""
+    """The path below `node` that has the most of the first tokens of [start, end) of a trajectory."""
     tokens, best, inside, equal = 0, node, node.length, 0
     if start < end and node.children:
         for child in node.children.get(int(trajectory.tokens[start]), ()):
             shared = child.shared(trajectory, start, end)
             if shared == child.length:
-                more, found, of_found, total = _longest(child, trajectory, start + shared, end)
-                total += shared
-                more += shared
+                matched, last, in_last, matched_equal = _longest(child, trajectory, start + shared, end)
+                matched += shared
+                matched_equal += shared
             else:
-                more, found, of_found, total = shared, child, shared, shared
-            equal = max(equal, total)
-            # Tokens up to the end of the child, of the row or of the prompt.
+                matched, last, in_last, matched_equal = shared, child, shared, shared
+            equal = max(equal, matched_equal)
+            # Even fewer than `_MIN_CUT` tokens are shared up to the end of the child, of the row or of the prompt.
             always_shared = child.length, end - start, trajectory.prompt_length - child.depth
-            if more > tokens and (shared >= _MIN_CUT or shared in always_shared):
-                tokens, best, inside = more, found, of_found
+            if matched > tokens and (shared >= _MIN_CUT or shared in always_shared):
+                tokens, best, inside = matched, last, in_last
     return tokens, best, inside, equal
 
 
@@ -223,11 +223,11 @@ def pack_groups(
 
     groups: pairs of a group and its advantages [G], in member order.
     columns: one mapping per group, with columns from `data/store.py`. `REFERENCE` and `OLD`, each G arrays [s], become
-    `reference_logprobs` and `old_logprobs` of a microbatch in which every scored row has the column. `TURN_ADVANTAGES` take the
-    place of the advantage of the member.
+    `reference_logprobs` and `old_logprobs` of a microbatch if each of its rows with scored tokens has the column. `TURN_ADVANTAGES`
+    replace the member's advantage.
 
     A microbatch holds at most `tokens_per_microbatch` packed tokens, prompts included, unless a single trajectory is longer.
-    Errors: DataError for a number of advantages other than G, or a scored prompt token.
+    Errors: DataError for a number of advantages other than G, a scored prompt token, or columns or routes that do not fit.
     """
     tries: list[_Trie] = []
     try:
@@ -260,7 +260,7 @@ def _rows(group: Group, advantages: npt.ArrayLike, columns: GroupColumns) -> lis
         if scored.size and scored[0] < max(trajectory.prompt_length, 1):
             raise DataError(
                 f"group {group.group_id}, member {trajectory.member}: token {int(scored[0])} has loss mask 1, but the "
-                f"prompt has {trajectory.prompt_length} tokens; only tokens behind a prompt can be trained: set its mask to 0"
+                f"prompt has {trajectory.prompt_length} tokens; only tokens after a prompt can be trained: set its mask to 0"
             )
         has_gaps = not scored.size or scored[-1] - scored[0] >= scored.size
         scored_slice = None if has_gaps else slice(int(scored[0]), int(scored[-1]) + 1)
@@ -271,14 +271,14 @@ def _rows(group: Group, advantages: npt.ArrayLike, columns: GroupColumns) -> lis
 
 
 def _segments(trajectory: Trajectory, scored: npt.NDArray[np.int64]) -> list[_Segment]:
-    """The segments of a trajectory. Tokens that no scored token follows are left out."""
+    """The segments of a trajectory, without the tokens that no scored token follows."""
     if trajectory.branches is None:
         return [_Segment(0, int(scored[-1]) if scored.size else 0, -1, 0, 0, scored.size)]
     parts = trajectory.segments()
     starts = [start for start, _, _ in parts]
     bounds = np.searchsorted(scored, [*starts, trajectory.tokens.size]).tolist()
     parents = [bisect.bisect_right(starts, after) - 1 for _, _, after in parts]
-    # A segment ends behind its last token that predicts a scored token, or that a needed segment follows.
+    # A segment ends after its last token that predicts a scored token, or that is followed by a segment with packed tokens.
     ends = list(starts)
     for index in reversed(range(len(parts))):
         start, after, (first, last) = starts[index], parts[index][2], bounds[index : index + 2]
@@ -304,11 +304,11 @@ def _assemble(trie: _Trie) -> Microbatch:
     lengths = [row.scored.size for row in rows]
     tokens, positions = np.empty(trie.tokens, np.int64), np.empty(trie.tokens, np.int64)
     routes = _empty_routes(rows, trie.tokens)
-    counted = np.arange(max((node.depth + node.length for node in nodes), default=0))
+    path_positions = np.arange(max((node.depth + node.length for node in nodes), default=0))
     for node in nodes:
         trajectory, packed, start, length = node.trajectory, node.packed, node.start, node.length
         tokens[packed : packed + length] = trajectory.tokens[start : start + length]
-        positions[packed : packed + length] = counted[node.depth : node.depth + length]
+        positions[packed : packed + length] = path_positions[node.depth : node.depth + length]
         if routes is not None and trajectory.routed_experts is not None:
             routes[packed : packed + length] = trajectory.routed_experts[start : start + length]
     scored, cursor = sum(lengths), 0
@@ -332,14 +332,14 @@ def _assemble(trie: _Trie) -> Microbatch:
         if TURN_ADVANTAGES in row.columns:
             advantages[part] = row.columns[TURN_ADVANTAGES][row.place][turn_of(trajectory, row.scored)]
         cursor = part.stop
-    members = [_members(row, ends) for row, ends in trie.rows]
+    node_numbers = [_node_numbers(row, ends) for row, ends in trie.rows]
     return Microbatch(
         tokens=tokens,
         positions=positions,
         node_length=np.array([node.length for node in nodes], np.int64),
         node_parent=np.array([_parent(node).number for node in nodes], np.int64),
-        member_sequence=np.repeat(np.arange(len(rows), dtype=np.int64), [len(numbers) for numbers in members]),
-        member_node=np.array([number for numbers in members for number in numbers], np.int64),
+        member_sequence=np.repeat(np.arange(len(rows), dtype=np.int64), [len(numbers) for numbers in node_numbers]),
+        member_node=np.array([number for numbers in node_numbers for number in numbers], np.int64),
         source=source,
         target=target,
         sequence=np.repeat(np.arange(len(rows), dtype=np.int64), lengths),
@@ -373,8 +373,8 @@ def _set_source(part: npt.NDArray[np.int64], row: _PackedRow, segment: _Segment,
         node, remaining = node.parent or node, min(first, remaining)
 
 
-def _members(row: _PackedRow, ends: Sequence[_Node]) -> list[int]:
-    """The numbers of the nodes with tokens of the row, ascending. A node is there twice if two segments have equal tokens."""
+def _node_numbers(row: _PackedRow, ends: Sequence[_Node]) -> list[int]:
+    """The numbers of the nodes with tokens of the row, ascending. A number is there twice if two segments have equal tokens."""
     found = []
     for segment, node in zip(row.segments, ends, strict=True):
         while node.parent is not None and node.depth >= segment.position:
@@ -384,7 +384,7 @@ def _members(row: _PackedRow, ends: Sequence[_Node]) -> list[int]:
 
 
 def _empty_routes(rows: Sequence[_PackedRow], packed: int) -> npt.NDArray[Any] | None:
-    """[T, layers, k] filled with `MISSING`, or None without routes. Errors: DataError if rows differ in layers or k."""
+    """[T, layers, k] filled with `MISSING`; None if no row has routes. Errors: DataError if rows differ in layers or k."""
     recorded = [row.trajectory.routed_experts for row in rows if row.trajectory.routed_experts is not None]
     if not recorded:
         return None
@@ -396,7 +396,7 @@ def _empty_routes(rows: Sequence[_PackedRow], packed: int) -> npt.NDArray[Any] |
 
 def _take(column: npt.NDArray[Any], scored: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
     if column.dtype == out.dtype:
-        # A mode other than "clip" allocates a buffer.
+        # The default mode, "raise", would copy through a buffer.
         np.take(column, scored, out=out, mode="clip")
     else:
         out[:] = column[scored]

@@ -1,16 +1,16 @@
 """The prompts of a run: an endless, deterministic stream of rows that can be saved and resumed.
 
-    ordinal  = epoch x rows + position           row = order(seed, epoch)[position]
-    group id = ordinal + attempt x REROLLS       attempt: 0, and 1 more for each time the prompt is played again
+    ordinal  = epoch x rows + position           row = order(seed, epoch)[position]; without data.shuffle: position
+    group id = ordinal + attempt x REROLLS       attempt: how often the prompt was played before
 
 Guarantees
 - A group id always means the same row, on every rank, in every order of calls, and after a resume.
 - Rank r of w ranks gets the ordinals r, r + w, r + 2 w, ... Together the ranks get each ordinal exactly once.
-- A row that is skipped for its length keeps its ordinal, so a skipped row moves no other row.
-- `prompt_for()` tokenizes at most one row. `next()` tokenizes one row more for each skipped row.
+- A row that is skipped for its length keeps its ordinal. So skipping changes no other row's ordinal.
+- `prompt_for()` tokenizes at most one row. `next()` tokenizes at most one row and the skipped rows before it.
 
-The order of an epoch is a keyed permutation, and each position of the permutation is computed by itself. So an epoch of
-millions of rows starts without a sort on the event loop. The row of a group id is found without stored state.
+The order of an epoch is a keyed permutation. Each position of the permutation is computed alone, without stored state. So an
+epoch of millions of rows starts without a shuffle on the event loop.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .prompts_files import ListRows, PromptRows, Row, digest
 from .prompts_sources import IndexedRows
 from .tokenizing import NOTES, PromptEncoder, check_prompt, check_unicode, read_prompt
 
-# First id of the groups that are not made from a prompt of the stream, but come from the program or from producers.
+# Group ids from this number on (modulo REROLLS) belong to groups of the program or of producers. Lower ids are of the stream.
 EMBEDDED_GROUPS = 1 << 40
-# Added to a group id for each new attempt. Larger than every ordinal and every id of groups from elsewhere.
+# Added to a group id for each new attempt. Larger than the id of every first attempt.
 REROLLS = 1 << 44
-MAX_FAILED = 4096  # failed prompts in the queue; a new one evicts the oldest
+MAX_FAILED = 4096  # failed prompts in the queue; one more removes the oldest
 _MASK = (1 << 64) - 1
 # Limits of the sample for `PromptSource.longest`: about a second of tokenizing.
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 1000, 1_000_000
-# The same limit for rows that user code generates at each access, at up to milliseconds a row.
+# `_SAMPLE_ROWS` for rows that user code generates at each access, which may take milliseconds a row.
 _SAMPLE_GENERATED_ROWS = 200
 # 16 MB of token ids. Rows beyond this limit are tokenized again in each epoch.
 _CACHED_TOKENS = 4_000_000
@@ -56,7 +56,7 @@ def is_prompt(group_id: int) -> bool:
 
 
 def state_after(state: Mapping[str, Any], group_ids: Iterable[int]) -> dict[str, Any]:
-    """A `state_dict` of a `PromptSource` as if `next()` had then returned the prompts of these groups, but with the old counts."""
+    """`state`, a `PromptSource.state_dict()`, changed as if `next()` had returned these groups' prompts. Keeps the counts."""
     used = set(group_ids)
     first_attempts = [group_id for group_id in used if group_id < EMBEDDED_GROUPS]
     return {
@@ -77,7 +77,7 @@ class EpochOrder:
 
     def __init__(self, rows: int, seed: int, epoch: int) -> None:
         self._rows = rows
-        # The constant is arbitrary, but fixed: with another one, a resumed run would find other rows.
+        # The constant is arbitrary, but must not change: with another constant a resumed run would find other rows.
         key = _mix(_mix((seed & _MASK) ^ 0x9D5C_0FF1_CE00_0001) ^ epoch)
         self._keys = [_mix(key + number) for number in range(6 * max(rows, 2).bit_length())]
 
@@ -105,8 +105,8 @@ class PromptSource:
         max_epochs: float | None = None,
         for_agents: bool = False,
     ) -> None:
-        """`for_agents`: rows may lack the prompt column, and then have a prompt without tokens. Errors: `DataError` if there are no
-        rows, or the first row lacks the prompt column."""
+        """`for_agents`: a row may lack the prompt column, and then has a prompt without tokens. Errors: `DataError` if there are no
+        rows, or if `for_agents` is False and the first row lacks the prompt column."""
         self.config = config or DataConfig()
         self._rows: PromptRows = ListRows(rows) if isinstance(rows, (list, tuple)) else rows  # type: ignore[assignment]  # a PromptRows
         self._seed, self._rank, self._world_size = seed, rank, world_size
@@ -116,7 +116,7 @@ class PromptSource:
         if not len(self._rows):
             raise DataError(f"{self._rows.source} holds no rows; expected one or more")
         self._row(0)
-        # The first ordinal beyond `max_epochs`.
+        # The first ordinal after `max_epochs`; None: no end.
         self._end = None if max_epochs is None else prompts_of(max_epochs, len(self._rows))
         # Groups in flight belong to one epoch or two.
         self._order = lru_cache(maxsize=4)(partial(EpochOrder, len(self._rows), seed))
@@ -129,18 +129,18 @@ class PromptSource:
         self.digest = digest(self._rows, self.config.prompt_column)
 
     def __len__(self) -> int:
-        """Rows of one epoch, over all ranks, including skipped rows."""
+        """Number of rows of one epoch, for all ranks together, including skipped rows."""
         return len(self._rows)
 
     def next(self) -> Prompt | None:
-        """The next prompt; prompts of `requeue` are first. None after `max_epochs`.
+        """The next prompt: first the prompts of `requeue`, then new prompts. None after `max_epochs`.
 
-        Errors: `DataError` for a malformed row, for a row that is too long if `data.overlong` is `refuse`, and if two epochs of
-        rows in succession are skipped.
+        Errors: `DataError` for a malformed row, for a row that is too long if `data.overlong` is `refuse`, and if as many
+        rows in succession are skipped as two epochs have.
         """
         while self._requeued:
             prompt = self.prompt_for(self._requeued[0])
-            del self._requeued[0]  # not earlier: an unreadable row must stay
+            del self._requeued[0]  # after `prompt_for`, whose error must not lose the prompt
             if prompt is not None:
                 self._counts["redelivered"] += 1
                 return prompt
@@ -168,7 +168,7 @@ class PromptSource:
     def requeue(self, group_ids: Iterable[int]) -> None:
         """Let `next()` return these prompts again, before new prompts, in ascending order. Repeated ids count once.
 
-        Errors: `DataError` for an id that `next()` has not reached, or of another rank, which plays the prompt itself.
+        Errors: `DataError` for an id that `next()` has not reached, or an id of another rank.
         """
         again = sorted({*self._requeued, *group_ids})
         for group_id in again:
@@ -181,7 +181,7 @@ class PromptSource:
         self._requeued = again
 
     def add_failed(self, group_id: int, attempts: int) -> bool:
-        """Queue a failed prompt for `reroll`. False if the prompt is queued already or has no `attempts` left."""
+        """Queue a failed prompt for `reroll`. False if the prompt is queued already or was played again `attempts` times."""
         next_id = group_id + REROLLS
         if attempt_of(next_id) > attempts or next_id in self._failed or next_id in self._requeued:
             return False
@@ -190,7 +190,7 @@ class PromptSource:
 
     @property
     def failed_count(self) -> int:
-        """Failed prompts in the queue for `reroll`, at most `MAX_FAILED`."""
+        """Number of failed prompts in the queue for `reroll`, at most `MAX_FAILED`."""
         return len(self._failed)
 
     def reroll(self, count: int) -> list[int]:
@@ -218,7 +218,7 @@ class PromptSource:
                 raise DataError(f"{self._label(index)}: {error}") from error
 
     def notes(self) -> list[str]:
-        """Warnings for the user about the tokenized prompts. Call `check_all` or `longest` first: both tokenize prompts."""
+        """Warnings for the user about the prompts that have been tokenized. Call `check_all` or `longest` first."""
         notes = [
             f"{count:,} of {self._encoded_rows:,} prompts of {self._rows.source} {NOTES[name]}"
             for name, count in self._encoder.notes.items()
@@ -227,9 +227,9 @@ class PromptSource:
         return [*self._encoder.warnings, *notes]
 
     def longest(self) -> tuple[int, int]:
-        """(tokens of the longest prompt after the cut, rows in the sample). A small data set is sampled completely.
+        """(tokens of the longest prompt in a sample of rows, after the cut; rows in the sample). A small data set is sampled whole.
 
-        The sample depends on the data alone. Blocks like `check_all`. Errors: `DataError`, as `next()`."""
+        The sample does not depend on the seed. Blocks like `check_all`. Errors: `DataError`, as `next()`."""
         order = EpochOrder(len(self._rows), 0, 0)
         longest, rows, tokens = 0, 0, 0
         generated = isinstance(self._rows, IndexedRows) and not self._rows.is_data_set
@@ -243,7 +243,7 @@ class PromptSource:
         return longest, rows
 
     def statistics(self) -> dict[str, int]:
-        """Counts. `position`: ordinal of the next new prompt. `epoch`: that of this prompt. `waiting`: prompts to return again."""
+        """Counts. `position`: ordinal of the next new prompt. `epoch`: its epoch. `waiting`: prompts to return again."""
         return {
             "rows": len(self._rows),
             "epoch": self._position // len(self._rows),
@@ -253,7 +253,7 @@ class PromptSource:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON. Prompts in flight are not included: after a resume the caller gives their ids to `requeue`."""
+        """Plain values, for JSON, without the prompts in flight: after a resume the caller passes their ids to `requeue`."""
         return {
             "position": self._position,
             "again": list(self._requeued),
@@ -268,7 +268,7 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`. Errors: `DataError` for another stream of prompts: other rows, seed or ranks."""
+        """Continue from a `state_dict()`. Errors: `DataError` if rows, seed, shuffling or ranks differ from those of the state."""
         now = self.state_dict()
         for key, label in (
             ("rows", "number of rows"),
@@ -306,7 +306,7 @@ class PromptSource:
         return Prompt(group_id=group_id, ids=ids, prompt=prompt, columns=columns, epoch=epoch), length
 
     def _row(self, index: int) -> Row:
-        """A checked row. The access may be slow, because user code may generate the row. Errors: `DataError`."""
+        """A row, checked. The access may be slow, because user code may generate the row. Errors: `DataError`."""
         row, column = self._rows[index], self.config.prompt_column
         if column not in row and not self._for_agents:
             raise DataError(

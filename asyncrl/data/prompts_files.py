@@ -1,4 +1,4 @@
-"""Rows of training data in files (JSONL, CSV, parquet, a saved `datasets` directory) behind one small protocol.
+"""Rows of training data in files (JSONL, CSV, parquet, a saved `datasets` directory), all as `PromptRows`.
 
 Arrow files are memory-mapped or held as one table, and one row is turned into Python objects at a time. A directory
 written by `datasets.Dataset.save_to_disk` is read with pyarrow alone, so `datasets` need not be installed.
@@ -24,12 +24,12 @@ from .tokenizing import check_unicode, without_nulls
 Row: TypeAlias = Mapping[str, Any]
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet")
-# The split at the beginning of a file's name, or everything before the number of a shard.
+# Of a file's name: the split at its beginning, or else everything before the number of a shard.
 _SPLIT = re.compile(r"(train|test|valid|val|dev|eval)[a-z]*(?![a-z])|(.+?)(?=-\d+-of-\d+$)", re.IGNORECASE)
 
 
 class PromptRows(Protocol):
-    """A fixed sequence of rows; `source` names their origin in messages."""
+    """A fixed sequence of rows. `source`: where the rows come from, for messages."""
 
     source: str
 
@@ -53,8 +53,8 @@ class ListRows:
 
 
 class TableRows:
-    """Rows of an Arrow table; reading a row slices the table. A value that Python cannot hold, such as a date beyond the year 9999,
-    becomes text: `1000000000000 timestamp[s]`. Errors: `DataError` for two columns of one name."""
+    """Rows of an Arrow table, converted one at a time. A value that Python cannot hold, such as a date beyond the year 9999,
+    becomes text: `1000000000000 timestamp[s]`. Errors: `DataError` for two columns with the same name."""
 
     def __init__(self, table: Any, source: str) -> None:
         check_names(table.column_names, source)
@@ -69,7 +69,7 @@ class TableRows:
 
 
 def arrow_row(table: Any) -> dict[str, Any]:
-    """The only row of an Arrow table as Python's objects."""
+    """The row of an Arrow table with one row, as Python objects."""
     try:
         [row] = table.to_pylist()
     except Exception:  # each Arrow type raises other errors
@@ -94,7 +94,7 @@ def _as_python(scalar: Any) -> Any:
 
 
 def check_names(names: Sequence[str], source: str) -> None:
-    """Errors: `DataError` if two columns have one name."""
+    """Errors: `DataError` if two columns have the same name."""
     if repeated := sorted({name for name in names if list(names).count(name) > 1}):
         raise DataError(
             f"{source} has several columns named {', '.join(map(repr, repeated))}; give each column another name"
@@ -102,7 +102,7 @@ def check_names(names: Sequence[str], source: str) -> None:
 
 
 def open_rows(file: str | os.PathLike[str]) -> PromptRows:
-    """Read a file, or a directory. The ending of the name decides the format.
+    """Read a file, a directory or the shards of a name. The ending of a file decides its format.
 
     Errors: `DataError` that names the path, what was found and what is expected.
     """
@@ -131,14 +131,14 @@ def open_rows(file: str | os.PathLike[str]) -> PromptRows:
 
 
 def is_local(source: str | os.PathLike[str]) -> bool:
-    """Whether `open_rows` finds a file or directory at this path, readable or not."""
+    """Whether there is a file, a directory or shards for `open_rows` at this path, readable or not."""
     path = Path(source).expanduser()
     return os.path.exists(path) or bool(parquet_shards(path))
 
 
 def digest(rows: PromptRows, column: str) -> int:
-    """A cheap fingerprint of the number of rows, and of the prompts of up to 64 evenly spaced rows. For a row without a prompt all
-    columns are used."""
+    """A cheap fingerprint of the number of rows, and of the prompts of up to 64 evenly spaced rows. For a row that lacks `column`
+    all columns are used."""
     count = len(rows)
     check = zlib.crc32(str(count).encode())
     for index in sorted({k * (count - 1) // 63 for k in range(64)}) if count else ():
@@ -223,7 +223,7 @@ def _open_json(path: Path) -> PromptRows:
 
 
 def _read_json(data: bytes, source: str) -> Any:
-    """Parsed by `json`, which keeps integers of any size; faster packages make floats of large ones. Errors: `DataError`."""
+    """Parse with `json`, which keeps integers of any size: faster packages make floats of large ones. Errors: `DataError`."""
     try:
         text = data.decode()
         value = _DECODER.decode(text)

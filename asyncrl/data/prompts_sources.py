@@ -33,7 +33,7 @@ from .tokenizing import without_nulls
 
 T = TypeVar("T")
 
-ITERATED_ROWS = 100_000  # limit for a source without rows by number
+ITERATED_ROWS = 100_000  # limit of rows of a source that can only be iterated
 _NO_FILE_MESSAGE = "there is no file or directory {} (looked from {}), and as a data set of the hub"
 _OFFLINE_ADVICE = "on a machine without the hub give a directory of its parquet files, or a directory of save_to_disk"
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]+){0,2}")
@@ -49,7 +49,7 @@ class IndexedRows:
         self.source = source
         self._data = data
         self._is_gym = callable(getattr(data, "score_answer", None))
-        # False: a call of `data[index]` may be slow.
+        # False: user code may generate a row at each access, which is slow.
         self.is_data_set = type(data).__module__.partition(".")[0] == "datasets"
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class IndexedRows:
 
 
 def kind_of(source: str) -> Literal["file", "hub", "code"]:
-    """The kind of source that a value of `data.train` means. A missing file is a `file`. Opens nothing."""
+    """The kind of source that a value of `data.train` names. A path to nothing is a `file`, too. Opens nothing."""
     module, colon, _ = source.rpartition(":")
     first_folder, _, _ = source.partition("/")
     if is_local(source) or (not colon and (os.path.isdir(first_folder) or Path(source).suffix.lower() in ENDINGS)):
@@ -119,7 +119,7 @@ def as_rows(data: Any, source: str) -> PromptRows:
                 rows = [{name: without_nulls(value) for name, value in row.items()} for row in rows]
             return _check_list(rows, source)
     if inspect.iscoroutine(data):
-        data.close()  # else Python warns that it was never awaited
+        data.close()  # avoids "coroutine was never awaited"
     raise DataError(
         f"{source} gave {type(data).__name__}; expected rows (mappings of column to value): a list, an iterable, a data "
         "set with a length and rows by number, or a table"
@@ -149,7 +149,7 @@ def _check_row(row: Any, index: int, source: str) -> None:
 
 
 def _as_table(data: Any, source: str) -> Any:
-    """A data frame as an Arrow table, or from pandas as a list of rows if Arrow has no type for a column. None for other data."""
+    """A data frame as an Arrow table. A pandas frame with a column that Arrow has no type for: a list of rows. Other data: None."""
     is_pandas = type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns")
     if not is_pandas and not hasattr(data, "__arrow_c_stream__"):
         return None
@@ -168,13 +168,13 @@ def _as_table(data: Any, source: str) -> Any:
 
 
 def _call_user(call: Callable[[], T], source: str) -> T:
-    """Call user code. Errors: `DataError` in one line, for every exception of the call."""
+    """The result of user code. Errors: `DataError`, a message of one line, for every exception of the call."""
     with user_code(lambda error: DataError(f"{source} raised {raised(error)}")):
         return call()
 
 
 def require_data_hub(source: str) -> None:
-    """Errors: `DataError` if `datasets` is not installed or the hub cannot be reached. Blocks for up to 5 s."""
+    """Errors: `DataError` if `datasets` is missing, or the hub cannot be reached and no copy is cached. Blocks for up to 5 s."""
     name = source.split(":")[0]
     prefix = _NO_FILE_MESSAGE.format(name, Path.cwd())
     if not installed("datasets"):

@@ -1,13 +1,13 @@
 """The replay buffer keeps groups with a strong learning signal, to replace groups without a signal in later steps.
 
-    priority of a group = sum |advantage| x sum over reward components of std(component)
+    priority of a group = sum |advantage| x sum over reward components of std(component), both over the members
 
 Guarantees
 * A group of priority 0 is not stored. The buffer holds at most `max_groups` groups. A full buffer replaces its group of the
   lowest priority, and only by a group of a higher priority.
-* `draw` returns a group with the tokens, log-probs and versions of its sampling. When the trainer replays the group, it computes
-  old log-probs and importance ratios anew.
-* `draw` evicts groups with a token that is more than `max_age` versions old.
+* `draw` returns a group with the tokens, log-probs and versions of its sampling. The trainer computes old log-probs and importance
+  ratios of a replayed group anew.
+* `draw` removes groups with a token that is more than `max_age` versions old.
 * A draw depends only on the seed, the key and the groups in the buffer. So a resumed run draws the same groups.
 
 Texts and columns of a group are not kept, because training does not need them.
@@ -35,7 +35,7 @@ from asyncrl.types import Group, Prompt, Ticket
 
 from .store import copy_arrays
 
-MIN_WEIGHT = 1e-8  # of a group in a draw
+MIN_WEIGHT = 1e-8  # smallest weight of a group in a draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ class ReplayBuffer:
     """At most `max_groups` groups of a high priority: see the module docstring."""
 
     def __init__(self, max_groups: int, max_age: int, seed: int = 0) -> None:
-        """`max_age`: most policy versions between the oldest token of a group and the replay."""
+        """`max_age`: largest age, in policy versions, of the oldest token of a group that is drawn."""
         self._max_groups, self._max_age, self._seed = max_groups, max_age, seed
         self._stored: dict[int, BufferedGroup] = {}  # by group id, oldest first
-        self.evicted = 0  # groups that were too old
+        self.evicted = 0  # groups removed because they were too old
 
     def __len__(self) -> int:
         return len(self._stored)
 
     def add(self, group: Group, advantages: npt.ArrayLike) -> bool:
-        """Store a trained group. False: its priority is 0, no token is scored, or the buffer is full of groups of
+        """Store a trained group. False: its priority is 0, no token has mask 1, or the buffer is full of groups of
         the same or a higher priority."""
         value = priority(group, advantages)
         if value <= 0 or not any(t.mask.any() for t in group.trajectories):
@@ -87,9 +87,9 @@ class ReplayBuffer:
         return True
 
     def draw(self, version: int, key: Sequence[int], without: Collection[int] = ()) -> Group | None:
-        """A random group, weighted by priority, which the trainer may train at `version`. The group stays in the buffer.
+        """A random group, weighted by priority, without tokens too old for training at `version`. The group stays in the buffer.
 
-        `key`: numbers >= 0, different for each draw. `without`: group ids that are not drawn. None: no group is left.
+        `key`: integers >= 0, different for each draw. `without`: group ids that are not drawn. Returns None if no group is left.
         """
         old = [g for g, stored in self._stored.items() if version - stored.group.oldest_version > self._max_age]
         for group_id in old:
@@ -110,7 +110,7 @@ class ReplayBuffer:
         """Set the content to the result of `encode`. A smaller buffer keeps the highest priorities. Errors: DataError."""
         stored = decode(state)
         strongest = sorted(range(len(stored)), key=lambda index: -stored[index].priority)[: self._max_groups]
-        # Sorted again: the oldest group is first.
+        # In the saved order again, so that the oldest group is first.
         self._stored = {stored[index].group.group_id: stored[index] for index in sorted(strongest)}
 
 

@@ -2,10 +2,10 @@
 
     add(trajectory) --> [ waiting groups, by (epoch, group id) ] --> `StashedGroup` of a whole group, members 0..G-1
                                |  timeout · too old · epoch over · discard
-                               `--> `StashedGroup` with the members that arrived, for the release of their leases
+                               `--> `StashedGroup` with the members that arrived, to be trained (PARTIAL) or released
 
 Guarantees
-* At most `max_groups` groups wait. Each waiting group leaves as exactly one `StashedGroup`, with its members in order.
+* At most `max_groups` groups wait. Each waiting group leaves the stash once, as a `StashedGroup` with its members in order.
 * The key of a group is (epoch, group id). A producer that restarts uses a new epoch, so groups of its new epoch never mix
   with incomplete groups of an old epoch.
 * A second, equal trajectory of a member is a DUPLICATE and changes nothing. A trajectory that contradicts its group is
@@ -36,7 +36,7 @@ TOMBSTONES = 65_536
 
 
 class GroupKey(NamedTuple):
-    """`epoch`: a number for each start of a producer, because a producer restarts its group ids. 0: this process."""
+    """`epoch`: a number for each start of a producer, which may use its group ids again. 0: the group is of this process."""
 
     epoch: int
     group_id: int
@@ -58,7 +58,7 @@ class Status(StrEnum):
 
     WAITING = "waiting"
     DUPLICATE = "duplicate"
-    LATE = "late"  # the group ended before
+    LATE = "late"  # the group had already left the stash
 
 
 class StashRefused(DataError):
@@ -89,7 +89,7 @@ class StashedGroup(Generic[C]):
 class _Entry(Generic[C]):
     context: C
     size: int
-    arrived: float  # the first trajectory, on the clock of the stash
+    began: float  # arrival of the first trajectory, on `clock`
     members: dict[int, tuple[Trajectory, Any]] = field(default_factory=dict)
 
 
@@ -104,7 +104,7 @@ class Stash(Generic[C]):
         on_timeout: Literal["drop", "partial", "error"] = "drop",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_groups: most waiting groups. A trajectory of a further group is refused.
+        """max_groups: limit of waiting groups. A trajectory of a further group is refused.
 
         timeout_s: seconds on `clock` from the first trajectory of a group to its timeout. on_timeout: `drop` ends the group as
         TIMEOUT. `partial` ends a group with `MIN_PARTIAL` members as PARTIAL, others as TIMEOUT. `error` raises StallError.
@@ -114,15 +114,15 @@ class Stash(Generic[C]):
         self._waiting: dict[GroupKey, _Entry[C]] = {}  # in order of first arrival
         self._ended: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._oldest_allowed = 0
-        self._arrived = anyio.Event()
+        self._new_group = anyio.Event()
 
     def add(
         self, trajectory: Trajectory, context: C, *, lease: Any = None, epoch: int = 0, group: int | None = None
     ) -> Status | StashedGroup[C]:
-        """Add one trajectory. Returns its group if the trajectory makes the group whole, or ends the group as STALE.
+        """Add one trajectory. Returns its group if the trajectory makes the group whole, or ends the group as STALE; else a Status.
 
-        `group`: the group id of the producer, if `trajectory.group_id` is another id. `lease` is returned in the `StashedGroup`.
-        With DUPLICATE or LATE, or after an error, the caller must release the lease.
+        `group`: the producer's id of the group, if `trajectory.group_id` is another id. The `StashedGroup` returns `lease`. With
+        DUPLICATE or LATE, or after an error, the caller must release `lease`.
         Errors: StashRefused if the trajectory contradicts its group, or belongs to a group beyond `max_groups`.
         """
         key = GroupKey(epoch, trajectory.group_id if group is None else group)
@@ -143,15 +143,15 @@ class Stash(Generic[C]):
             if len(self._waiting) >= self._max_groups:
                 raise StashRefused(f"{_name(key)} exceeds the limit of {self._max_groups} waiting groups; retry later")
             entry = self._waiting[key] = _Entry(context, size, self._clock())
-            self._arrived.set()
-            self._arrived = anyio.Event()
+            self._new_group.set()
+            self._new_group = anyio.Event()
         entry.members[member] = (trajectory, lease)
         if self._too_old(trajectory):
             return self._end(key, Ending.STALE)
         return self._end(key, Ending.WHOLE) if len(entry.members) == entry.size else Status.WAITING
 
     def _too_old(self, trajectory: Trajectory) -> bool:
-        # Without a sampled token `oldest_version` is negative.
+        # Without a sampled token, or with one of unknown version (-1), `oldest_version` is negative.
         return self._oldest_allowed > 0 and 0 <= trajectory.oldest_version < self._oldest_allowed
 
     def expire(self) -> list[StashedGroup[C]]:
@@ -173,25 +173,25 @@ class Stash(Generic[C]):
         """The time on `clock` of the next timeout. None without a timeout or without waiting groups."""
         if self._timeout is None or not self._waiting:
             return None
-        return next(iter(self._waiting.values())).arrived + self._timeout
+        return next(iter(self._waiting.values())).began + self._timeout
 
     async def wait_expired(self) -> list[StashedGroup[C]]:
         """Wait until `expire()` ends a group. `clock` must run at the speed of real time. Errors: StallError."""
         while True:
-            # Taken before `expire()`, so that no arrival after that call is missed.
-            arrived = self._arrived
+            # Read before `expire()`, so that no new group after that call is missed.
+            new_group = self._new_group
             if expired := self.expire():
                 return expired
             deadline = self.next_deadline()
             if deadline is None:
-                await arrived.wait()
+                await new_group.wait()
             else:
                 await anyio.sleep(max(0.0, deadline - self._clock()))
 
     def evict_stale(self, version: int, max_staleness: int) -> list[StashedGroup[C]]:
-        """End the groups with a token older than `version - max_staleness`. From now on `add` ends such groups, too.
+        """End the groups with a token older than `version - max_staleness`. From now on `add` ends a group with such a token, too.
 
-        Tokens of future versions, and groups without a sampled token, are never too old.
+        Tokens of future versions are never too old, nor are trajectories without a sampled token or with one of unknown version.
         """
         self._oldest_allowed = max(self._oldest_allowed, version - max_staleness)
         waiting = self._waiting.items()
@@ -225,7 +225,7 @@ class Stash(Generic[C]):
 
 
 def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
-    """Whether arrays, rewards and numbers of two trajectories are equal, bit for bit (NaN equals NaN). Texts are not compared."""
+    """Whether arrays, rewards, temperature, prompt length and finish reason of two trajectories are bitwise equal, also NaN."""
     return _contents(a) == _contents(b)
 
 

@@ -9,9 +9,9 @@ A row is a trajectory. A column holds one value per row. Stages of the run write
 
 Guarantees
 * A group is ready as soon as its rows have rewards. `ready` lists groups in the order in which they became ready. The groups of
-  an aborted step are ready again, behind the other ready groups.
-* `put` and `score` copy arrays, because a caller may write to them later. Arrays with a lease are not copied: they are views
-  of shared memory, and the lender does not change this memory before the release of the lease.
+  an aborted step become ready again, after the other ready groups.
+* `put` and `score` copy arrays, because a caller may write to the arrays later. `put` does not copy arrays with a lease: these are
+  views of shared memory, and the lender does not change this memory before the release of the lease.
 * `clear` removes the rows and columns of a group, and releases its leases.
 
 Only for the thread of the event loop. No method awaits.
@@ -38,7 +38,7 @@ TOKEN_DTYPES = {
     "sampled_logprobs": np.float32,
     "versions": np.int32,
 }
-# Arrays that a trajectory may lack, with a shape of their own.
+# Arrays that a trajectory may lack. They need not have the shape of `tokens`.
 OPTIONAL = ("routed_experts", "branches", "turns")
 # Names of columns. Shapes: G members of the group, s scored tokens of a member.
 # [G] float or None: final rewards.
@@ -54,7 +54,7 @@ Column: TypeAlias = Sequence[Any] | npt.NDArray[Any]  # one value per member
 
 
 class Lease(Protocol):
-    """The right to read memory of a lender, such as a ring. Arrays of rows may be views of this memory."""
+    """The right to read memory of its owner, the lender, such as a ring. Arrays of rows may be views of this memory."""
 
     def release(self) -> None:
         """Give the memory back to the lender. The store calls this after it has cleared the rows. A second call does nothing."""
@@ -77,7 +77,7 @@ class Rows:
 
 
 class StoreStatistics(NamedTuple):
-    """Numbers of rows now: all, and those of claimed groups."""
+    """Numbers of rows at present. `rows`: all rows. `claimed`: rows of claimed groups."""
 
     rows: int
     claimed: int
@@ -89,30 +89,30 @@ class Store:
     def __init__(self, recorder: Recorder | None = None) -> None:
         """`recorder`: gets the gauge `queue/store/depth`, which counts rows."""
         self._recorder = recorder
-        self._held: dict[int, Rows] = {}  # by group id
+        self._stored: dict[int, Rows] = {}  # by group id
         self._ready: dict[int, Ticket] = {}  # by group id, in the order of `ready`
-        self._rows = 0
+        self._row_count = 0
 
     def close(self) -> None:
         """Remove all rows without a release of their leases, so that no view of shared memory is left."""
-        self._held.clear()
+        self._stored.clear()
         self._ready.clear()
-        self._count(-self._rows)
+        self._count(-self._row_count)
 
     def put(self, group: Group, leases: Sequence[Lease] = ()) -> Group:
-        """Store the rows of a whole group. Returns the stored group. With `leases` arrays are not copied.
+        """Store the rows of a whole group. Returns the stored group. With `leases` only arrays of another dtype are copied.
 
         Errors: DataError for a group that is already stored, or arrays of a member with different lengths.
         """
-        if group.group_id in self._held:
+        if group.group_id in self._stored:
             raise DataError(f"group {group.group_id} is in the store already; clear the group first")
         members = tuple(_checked(t, group.group_id, copy=not leases) for t in group.trajectories)
-        rows = self._held[group.group_id] = Rows(replace(group, trajectories=members), {}, tuple(leases))
+        rows = self._stored[group.group_id] = Rows(replace(group, trajectories=members), {}, tuple(leases))
         self._count(len(members))
         return rows.group
 
     def score(self, group: Group) -> None:
-        """Replace a stored group by `group`, whose rewards and components are final.
+        """Replace a stored group by `group`, the same group with final rewards and components.
 
         Arrays are copied unless they are the stored arrays: a user's code may have made them, and may keep and change them.
         Errors: KeyError for a group that is not stored, DataError for another number of members.
@@ -148,12 +148,12 @@ class Store:
     def claim(self, group_id: int) -> Rows:
         """Take a ready group for a step. Errors: KeyError for a group that is not ready."""
         del self._ready[group_id]
-        rows = self._held[group_id]
+        rows = self._stored[group_id]
         rows.claimed = True
         return rows
 
     def unclaim(self, group_id: int) -> None:
-        """Make a group ready again after its step was aborted, without the columns of the step. Errors: KeyError."""
+        """Make a group ready again after its step was aborted. Of the step's columns only `REFERENCE` is kept. Errors: KeyError."""
         rows = self.rows(group_id)
         for column in (ADVANTAGES, TURN_ADVANTAGES, OLD):
             rows.columns.pop(column, None)
@@ -165,38 +165,38 @@ class Store:
 
         Groups that are not stored are skipped. `release=False` releases no leases: lenders must keep groups that were not trained.
         """
-        cleared = [rows for group_id in group_ids if (rows := self._held.pop(group_id, None)) is not None]
+        cleared = [rows for group_id in group_ids if (rows := self._stored.pop(group_id, None)) is not None]
         count = sum(len(rows.group.trajectories) for rows in cleared)
         self._count(-count)
         for rows in cleared:
             self._ready.pop(rows.group_id, None)
-        # The stack releases all leases in their order, even if a release fails. It calls the last callback first.
+        # The stack releases all leases, even if a release fails. It calls the last callback first, so the list is reversed.
         with ExitStack() as stack:
             for lease in reversed([lease for rows in cleared for lease in rows.leases] if release else []):
                 stack.callback(lease.release)
         return count
 
     def __contains__(self, group_id: int) -> bool:
-        return group_id in self._held
+        return group_id in self._stored
 
     def rows(self, group_id: int) -> Rows:
         """The rows of a group. Errors: KeyError for a group that is not stored."""
-        if group_id not in self._held:
+        if group_id not in self._stored:
             raise KeyError(f"group {group_id} is not in the store")
-        return self._held[group_id]
+        return self._stored[group_id]
 
     def statistics(self) -> StoreStatistics:
-        claimed = sum(len(rows.group.trajectories) for rows in self._held.values() if rows.claimed)
-        return StoreStatistics(self._rows, claimed)
+        claimed = sum(len(rows.group.trajectories) for rows in self._stored.values() if rows.claimed)
+        return StoreStatistics(self._row_count, claimed)
 
     def _update_ready(self, rows: Rows) -> None:
         if not rows.claimed and REWARDS in rows.columns:
             self._ready.setdefault(rows.group_id, rows.group.ticket)
 
     def _count(self, change: int) -> None:
-        self._rows += change
+        self._row_count += change
         if self._recorder is not None:
-            self._recorder.gauge("queue/store/depth", self._rows)
+            self._recorder.gauge("queue/store/depth", self._row_count)
 
 
 def copy_group(group: Group) -> Group:

@@ -1,7 +1,7 @@
 """Makes the text of a completion from its sampled ids. No other module makes this text. Does not import torch.
 
-An engine that finds a stop string in the decoded ids writes it to `Generation.stop`. `CompletionText` makes the text from the
-Generation. Rewards, rollouts and `Runtime.generate` use this text.
+An engine that finds a stop string in the decoded ids writes the stop string to `Generation.stop`. `CompletionText` makes the text
+from the `Generation`, for rewards, rollouts and `Runtime.generate`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from asyncrl.config.schema import Config
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import FinishReason, Generation, Int32Array
 
-# The beginning of the assistant's turn is looked for in this many last tokens of a prompt.
+# How many of a prompt's last tokens are searched for the beginning of the assistant's turn.
 _TAIL_TOKENS = 512
 _THINKING_TAG = r"<(?:think|thinking|thought|reasoning)>"
-# Texts that no template writes.
+# Probes: texts that no template writes by itself.
 _QUESTION, _ANSWER, _NEXT_QUESTION = "Qk7", "Qk8", "Qk9"
 
 
@@ -33,22 +33,22 @@ def decode(tokenizer: Any, ids: Sequence[int], *, special_tokens: bool = True) -
 
 
 def find_stop(text: str, before: str, stop: str) -> int:
-    """The index in `text` of a stop string that ends in the newest token, or -1. `before`: the text without this token."""
+    """The index in `text` of a stop string that ends in the newest token, or -1. `before`: the text without the newest token."""
     # U+FFFD at the end of `before` is the beginning of a character that the newest token completes.
     return text.find(stop, max(0, len(before.rstrip("\ufffd")) - len(stop) + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Texts of the chat template around an answer of the assistant. All are empty if no template prints a probe conversation."""
+    """What the chat template writes around an answer of the assistant. All texts are empty without a usable template."""
 
     head: str = ""  # before an answer
-    opening: str = ""  # behind `head` in a generation prompt, such as <think>
-    closing: str = ""  # between an answer and the next message
+    opening: str = ""  # after `head` in a generation prompt, such as <think>
+    closing: str = ""  # between an answer and the text of the next message
 
     @classmethod
     def of(cls, tokenizer: Any, arguments: Mapping[str, Any]) -> Turn:
-        """The texts around a probe answer in a rendered conversation. `arguments`: of the template, beside the messages."""
+        """The texts around a probe answer in a rendered conversation. `arguments`: of the template, besides the messages."""
         if getattr(tokenizer, "chat_template", None) is None:
             return cls()
 
@@ -64,29 +64,29 @@ class Turn:
             try:
                 bare = render(_QUESTION, parts=parts)
                 ready = render(_QUESTION, parts=parts, generation_prompt=True)
-                before, _, behind = render(_QUESTION, _ANSWER, _NEXT_QUESTION, parts=parts).partition(_ANSWER)
+                before, _, after = render(_QUESTION, _ANSWER, _NEXT_QUESTION, parts=parts).partition(_ANSWER)
             except Exception:  # of jinja, or of the template itself
                 continue
-            if not behind or _QUESTION not in bare:
+            if not after or _QUESTION not in bare:
                 continue
-            generation_prompt = _behind_question(ready, bare)
-            common_beginning = os.path.commonprefix([generation_prompt, _behind_question(before, bare)])  # noqa: RUF071 - no paths
+            generation_prompt = _after_question(ready, bare)
+            common_beginning = os.path.commonprefix([generation_prompt, _after_question(before, bare)])  # noqa: RUF071 - no paths
             # A thinking tag is part of the opening, even if the template writes the tag before every answer.
             head = re.split(_THINKING_TAG, common_beginning)[0]
-            return cls(head, generation_prompt.removeprefix(head), behind.partition(_NEXT_QUESTION)[0])
+            return cls(head, generation_prompt.removeprefix(head), after.partition(_NEXT_QUESTION)[0])
         return cls()
 
 
-def _behind_question(text: str, bare: str) -> str:
-    """The text behind the question. `bare`: the rendered question alone, with which most texts begin."""
+def _after_question(text: str, bare: str) -> str:
+    """The part of `text` after the question. `bare`: the rendered question alone, with which `text` begins in most templates."""
     return text.removeprefix(bare) if text.startswith(bare) else text.partition(_QUESTION)[2]
 
 
 class CompletionText:
     """Makes the text of a completion for rewards, rollouts and `Runtime.generate`. The options are those of `reward.text`.
 
-    By default the text has all sampled ids except a special token that ended the completion. The metrics `text/*` count what
-    else the text lacks.
+    By default the text has all sampled ids except a special token that ended the completion. The metrics `text/*` count other
+    tokens and openings that the text lacks.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class CompletionText:
         arguments: Mapping[str, Any] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """`opened`: begin with `Turn.opening`. `arguments`: of the chat template, beside the messages."""
+        """`opened`: begin the text with the opening. `arguments`: arguments of the chat template besides the messages."""
         self._tokenizer = tokenizer
         self._keeps_special, self._keeps_stop, self._keeps_opening = special_tokens, stop, opened
         self._recorder = recorder
@@ -128,11 +128,11 @@ class CompletionText:
         return opening + text if self._keeps_opening else text
 
     def generation_prompt(self, prompt_ids: Int32Array) -> str:
-        """The end of the prompt from the last `Turn.head` on, with a begun answer if there is one. Empty without a head."""
+        """The end of the prompt, from the last `Turn.head` on, including a begun answer. Empty if the prompt has no head."""
         return self._cached_generation_prompt(prompt_ids[-_TAIL_TOKENS:].tobytes())
 
     def opening(self, prompt_ids: Int32Array) -> str:
-        """The part of `generation_prompt` that belongs to the answer, such as <think>."""
+        """The part of `generation_prompt` after the head: the begun answer, such as <think>."""
         return self.generation_prompt(prompt_ids).removeprefix(self.turn.head)
 
     def _find_generation_prompt(self, ids: bytes) -> str:
@@ -141,7 +141,7 @@ class CompletionText:
         return text[start:] if start >= 0 else ""
 
     def _text_before(self, stop: str, ids: list[int]) -> str:
-        """The text of `ids` up to the stop string; all of the text if it does not contain the complete stop string."""
+        """The text of `ids` before the stop string; all of the text if it does not contain the complete stop string."""
         text = decode(self._tokenizer, ids)
         start = find_stop(text, decode(self._tokenizer, ids[:-1]), stop)
         end = start if start >= 0 else len(text)
@@ -178,8 +178,8 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def notes(config: Config, tokenizer: Any, ends: Collection[int]) -> tuple[list[str], list[str]]:
-    """(warnings of completions without an end, warnings of missing text), for the start of a run. `ends`: ids that end a
-    completion."""
+    """Warnings for the start of a run: (completions may have no end, the text for rewards lacks something). `ends`: ids that end
+    a completion."""
     rollout, turn = config.rollout, Turn.of(tokenizer, config.data.chat_template_kwargs)
     endless, missing = [], []
     fix = "set rollout.stop_token_ids, or eos_token_id in the model's generation_config"

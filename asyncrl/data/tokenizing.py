@@ -2,9 +2,9 @@
 
     prompt of a row --> messages (`read_prompt`) --> cleaned messages --> rendered text --> token ids
 
-Only the template may write control tokens (`data.control_tokens`). Messages, tool outputs, tool schemas and template arguments
-are encoded as text, even if they contain the text of a control token. `PromptEncoder.notes` counts rows which are probably not
-rendered as their author expects, and a run prints these counts at its start.
+By default (`data.control_tokens`) only the template may write control tokens. Messages, tool outputs, tool schemas and template
+arguments are then encoded as text, even if they contain the text of a control token. `PromptEncoder.notes` counts rows that are
+probably not rendered as their author expects. A run prints these counts at its start.
 The tokenizer is any object with the interface of a Hugging Face tokenizer.
 """
 
@@ -26,12 +26,12 @@ from asyncrl.errors import DataError
 from asyncrl.types import Int32Array, Messages
 
 _RESERVED_ARGUMENTS = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
-# A number between these characters replaces a control token in a message. No vocabulary has these private-use characters.
+# In a rendered text a number between these characters stands for a control token of a message. No vocabulary has these characters.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _PROBE = "Qk7"  # a text that no template writes
 _STRFTIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
-# Ends of sentences that begin with "12 of 1,000 prompts of SOURCE ".
+# Kind of note -> end of a sentence that begins with "12 of 1,000 prompts of SOURCE ".
 NOTES = {
     "rendered": (
         "hold the chat template's own control tokens and are tokenized without the template; "
@@ -81,7 +81,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text, such as a tool's output, without control tokens: their texts are encoded as plain text."""
+    """Token ids of a text, such as a tool's output. The text of a control token is encoded as plain text, not as the token."""
     control = _pattern(_control_tokens(tokenizer, _template_of(tokenizer)))
     return _encode_pieces(tokenizer, re.split(f"({control.pattern})", text))
 
@@ -96,7 +96,7 @@ class PromptEncoder:
         self._has_template = getattr(tokenizer, "chat_template", None) is not None
         self._template = _template_of(tokenizer)
         self._words = set(re.findall(r"\w+", self._template))
-        # A conversation is rendered at each turn.
+        # A conversation is rendered at each turn of an agent, so the same texts come again.
         self._cached_hide = lru_cache(maxsize=1024)(self._hide)
         self._hidden: dict[str, int] = {}  # text of a control token -> its number in rendered texts
 
@@ -135,7 +135,8 @@ class PromptEncoder:
         return np.asarray(ids, dtype=np.int32)
 
     def _is_plain(self, prompt: str) -> bool:
-        """Whether the text is tokenized without the template, and not rendered as a user's message."""
+        """Whether to tokenize the text without the template. Otherwise the text is a user's message. If the text was rendered
+        before, `notes` counts it. Errors: `DataError` for settings that need a template."""
         config = self.config
         if config.template == "chat" and not self._has_template:
             raise DataError("data.template is chat but the tokenizer has no chat template; use data.template=raw")
@@ -152,12 +153,12 @@ class PromptEncoder:
         return True
 
     def _is_rendered(self, prompt: str) -> bool:
-        """Whether the prompt has special tokens and begins like a rendered conversation. Its end may be a user's text."""
+        """Whether the prompt is probably rendered already: it has special tokens and begins like a rendered conversation."""
         return bool(self._special.search(prompt)) and prompt.lstrip().startswith(tuple(self._openings))
 
     @cached_property
     def _openings(self) -> set[str]:
-        """First texts of rendered conversations: BOS, and the first special token or word behind BOS."""
+        """Texts with which rendered conversations begin: BOS, and the first special token or word after BOS."""
         openings = set()
         user = {"role": "user", "content": self._content(_PROBE)}
         for messages in ([user], [{**user, "role": "system"}, user]):
@@ -178,11 +179,10 @@ class PromptEncoder:
         return getattr(self._tokenizer, "bos_token", None) or ""
 
     def _encode_raw(self, text: str) -> list[int]:
-        """Token ids of a text that the template does not render here, with BOS and without EOS.
-
-        A text without BOS gets BOS: a rendered text if the template writes BOS, any other text if the tokenizer adds BOS."""
+        """Token ids of a text that is rendered already or needs no template, without EOS. A text without BOS gets BOS: a rendered
+        text if the template writes BOS, any other text if the tokenizer adds BOS."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        # A text that is not rendered yet comes here only under `data.template: raw`, or without a template.
+        # With a template, and unless data.template is raw, only rendered texts come here.
         if self.config.template != "raw" and self._has_template:
             lacks_bos = self._bos in self._openings and not text.lstrip().startswith(self._bos)
             return [self._tokenizer.bos_token_id, *ids] if lacks_bos else ids
@@ -197,7 +197,7 @@ class PromptEncoder:
         return full[: starts[0]] if starts else []
 
     def messages(self, prompt: str | Messages) -> Messages:
-        """The messages for the template. `data.system_prompt` is added if the first message is no system message."""
+        """The messages for the template: `data.system_prompt`, unless the prompt begins with a system message, and the prompt."""
         config = self.config
         if isinstance(prompt, str):
             messages: Messages = [{"role": "user", "content": prompt}]
@@ -227,7 +227,7 @@ class PromptEncoder:
 
     @cached_property
     def _printed_content(self) -> tuple[bool, bool]:
-        """Whether the template prints content that is (a text, a list of parts)."""
+        """(whether the template prints a text as content, whether it prints a list of parts)."""
         return self._prints(_PROBE), self._prints([{"type": "text", "text": _PROBE}])
 
     def _prints(self, content: Any) -> bool:
@@ -236,11 +236,11 @@ class PromptEncoder:
             text = self._render([{"role": "user", "content": content}], {})
         except DataError:
             return False
-        # Quotes around the probe: the template printed the repr of the list.
+        # With quotes around the probe, the template printed the repr of a list of parts.
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the template beside the messages. Arguments of the row override `data.chat_template_kwargs`. Errors:
+        """Arguments of the template besides the messages. Those of the row override `data.chat_template_kwargs`. Errors:
         DataError for an argument that the template never reads."""
         arguments = dict(self.config.chat_template_kwargs)
         for name in arguments:
@@ -286,8 +286,8 @@ class PromptEncoder:
             raise DataError(f"the chat template refused the conversation: {type(error).__name__}: {error}") from error
 
     def render(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
-        """The text of a conversation up to the first sampled token, for `tokenize`. Control tokens in messages and arguments are
-        numbers in this text. Errors: `DataError` if the template refuses the conversation."""
+        """The text of a conversation up to the first sampled token, for `tokenize`. By default numbers replace control tokens of
+        messages and arguments. Errors: `DataError` if the template refuses the conversation."""
 
         def hide(value: Any, user: bool) -> Any:
             if isinstance(value, str):
@@ -303,7 +303,7 @@ class PromptEncoder:
         return self._render_calls(messages, arguments)
 
     def _hide(self, text: str, user: bool) -> str:
-        """The text with numbers in place of control tokens. `user`: a user's text, or else a model's."""
+        """The text with numbers in place of control tokens. `user`: False for text of the assistant, else True."""
 
         def number(match: re.Match[str]) -> str:
             return f"{_OPEN}{self._hidden.setdefault(match[0], len(self._hidden))}{_CLOSE}"
@@ -349,7 +349,7 @@ def encode_prompt(
 
 
 def check_unicode(value: Any, source: str) -> None:
-    """Errors: `DataError` for half of a surrogate pair in a text, at any depth. JSON can encode a half, UTF-8 cannot."""
+    """Errors: `DataError` for half of a surrogate pair in a text, at any depth: JSON can contain it, UTF-8 cannot."""
     if isinstance(value, str):
         if not value.isascii() and (half := re.search("[\ud800-\udfff]", value)):
             raise DataError(f"{source} holds {half[0]!a}, half of a surrogate pair, which is no text; correct the row")
@@ -466,14 +466,14 @@ def _encode_pieces(tokenizer: Any, pieces: Sequence[str], inside: bool = False) 
     for number, piece in enumerate(pieces):
         if not piece:
             continue
-        behind = inside or bool(ids)
+        is_inside = inside or bool(ids)
         if number % 2 == 0:
-            ids += _encode_inside(tokenizer, piece, behind)
+            ids += _encode_inside(tokenizer, piece, is_inside)
             continue
-        piece_ids = _encode_inside(tokenizer, piece, behind, split_special_tokens=True)
+        piece_ids = _encode_inside(tokenizer, piece, is_inside, split_special_tokens=True)
         # `split_special_tokens` does not split an added token that is not special, so its first character is encoded alone.
         if tokenizer.convert_tokens_to_ids(piece) in piece_ids:
-            piece_ids = _encode_inside(tokenizer, piece[:1], behind) + _encode_inside(tokenizer, piece[1:], True)
+            piece_ids = _encode_inside(tokenizer, piece[:1], is_inside) + _encode_inside(tokenizer, piece[1:], True)
         ids += piece_ids
     return ids
 
@@ -481,7 +481,7 @@ def _encode_pieces(tokenizer: Any, pieces: Sequence[str], inside: bool = False) 
 def _encode_inside(tokenizer: Any, text: str, inside: bool, **options: bool) -> list[int]:
     """Token ids of a text. `inside`: other tokens precede the text.
 
-    SentencePiece adds a space before a text. A text behind a line break gets none, so a line break is added and removed."""
+    SentencePiece adds a space before a text, but not after a line break. So a line break is encoded, too, and its ids removed."""
     if inside:
         line = tokenizer.encode("\n", add_special_tokens=False)
         ids: list[int] = tokenizer.encode("\n" + text, add_special_tokens=False, **options)

@@ -1,14 +1,14 @@
-"""The collectives that the lane calls, over the ranks of one process group. A lost rank ends them.
+"""Collectives over the ranks of one process group. They raise RankLost when a rank is lost, which torch's collectives do not:
 
-    process at the other end    gloo                   nccl
-    killed                      the collective fails   the kernel waits for ever
-    suspended, or no network    waits for ever         the kernel waits for ever
+    the lost rank is            gloo                             nccl
+    killed                      the collective fails             the kernel waits for ever
+    suspended, or cut off       the collective waits for ever    the kernel waits for ever
 
-So a collective is started, and then the lane waits for its end or for a report that a rank is lost (`LostRank.report`). On nccl
-the report also aborts the process group: a kernel that waits for the lost rank ends then, and so does a lane that waits for this
-kernel anywhere else (FSDP2 starts collectives of its own). What such a kernel has written is garbage.
+So each method starts its collective, and then waits until the collective ends or a rank is reported lost (`LostRank.report`). On
+nccl the report also aborts all process groups. The abort ends every kernel that waits for the lost rank, also in a collective that
+FSDP2 started. The output of such a kernel is garbage.
 
-Methods block and are for the lane. All ranks of the group must call them in the same order.
+The methods block: call them on the lane, the thread of the device. All ranks of the group must call them in the same order.
 """
 
 from __future__ import annotations
@@ -47,14 +47,13 @@ class LostRank:
     aborted: bool = False
 
     def report(self, reason: str) -> None:
-        """Another rank is lost: the collectives of this rank end with RankLost. Thread-safe, returns at once. Only the first call
-        has an effect."""
+        """Make all collectives of this rank raise RankLost from now on. Thread-safe, returns at once. Later calls do nothing."""
         if self.reason is not None:
             return
         self.reason = reason
         if dist.is_initialized() and dist.get_backend() == "nccl":
             self.aborted = True
-            # The abort may wait for the device.
+            # In a thread, because the abort may wait for the device.
             threading.Thread(target=abort, name="asyncrl-abort", daemon=True).start()
 
     def check(self) -> None:
@@ -65,16 +64,17 @@ class LostRank:
 
 def abort() -> None:
     """End all nccl collectives of this process, and forget all process groups."""
-    # A group that another thread destroys at this moment needs no abort.
+    # These errors mean that another thread is destroying the groups, which then need no abort.
     with contextlib.suppress(AssertionError, ValueError, RuntimeError):
-        # torch has no public name for this call. `ProcessGroup.abort` of one group after the other can deadlock (pytorch#119797).
+        # Private to torch. The public `ProcessGroup.abort`, called for one group after another, can deadlock (pytorch#119797).
         dist.distributed_c10d._abort_process_group()
 
 
 class Collectives:
-    """Collectives over the ranks of one process group; `Collectives()`: one rank. Errors: RankLost if another rank is lost."""
+    """Collectives over the ranks of one process group. `Collectives()`: for a single rank, without communication. Errors of all
+    methods: RankLost if another rank is lost; LifecycleError."""
 
-    # The number of this rank among the ranks of the group, and the number of ranks of the group.
+    # The index of this rank in the group, and the number of ranks in the group.
     rank: int = 0
     world_size: int = 1
     # None: the default group, with all ranks of the world.
@@ -94,7 +94,7 @@ class Collectives:
         return self.reduce_gradients_(values)
 
     def reduce_gradients_(self, flat: torch.Tensor, group: Any = None) -> torch.Tensor:
-        """Sum the flat gradient buffer over the ranks, in place. Returns `flat`. `group`: only these ranks; None: all ranks."""
+        """Sum the flat gradient buffer over the ranks, in place. Returns `flat`. `group`: takes the place of `self.group`."""
         if self._has_other_ranks():
             self._run(lambda: dist.all_reduce(flat, group=group or self.group, async_op=True))
         return flat
@@ -107,12 +107,12 @@ class Collectives:
         return values
 
     def reduce_scatter_(self, own: torch.Tensor, values: torch.Tensor, group: Any) -> None:
-        """Write this rank's part of the sum of `values` over the ranks of `group` into `own`. The parts have one size. `values` are
-        overwritten."""
+        """Sum `values` over the ranks of `group`, and write this rank's part of the sum into `own`. The parts have equal sizes.
+        `values` may be overwritten."""
         if not self._has_other_ranks():
             own.copy_(values)
         elif dist.get_backend(group) == "gloo":
-            # gloo's own reduce-scatter is an all-reduce, too, but its `Work` cannot be watched.
+            # gloo's own reduce-scatter is an all-reduce inside, too, but `_wait` cannot poll the `Work` of that call.
             self.reduce_gradients_(values, group)
             own.copy_(values.view(-1, own.numel())[dist.get_rank(group)])
         else:
@@ -133,7 +133,7 @@ class Collectives:
         return [tensor[:length].cpu().numpy().tobytes() for tensor, length in zip(gathered, lengths, strict=True)]
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        """[ranks, ...]: the contiguous `values` of all ranks, which have one shape and dtype."""
+        """The `values` of all ranks, [ranks, ...]. `values` is contiguous, with one shape and dtype on all ranks."""
         gathered = values.new_empty(self.world_size, *values.shape)
         if not self._has_other_ranks():
             return gathered.copy_(values)
@@ -143,7 +143,7 @@ class Collectives:
         return gathered
 
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
-        """`parts` [ranks, ...] is contiguous, and part r is for rank r. Returns the parts for this rank, by their senders."""
+        """Send `parts[r]` to each rank r. Element s of the result came from rank s. `parts` [ranks, ...] is contiguous."""
         received = torch.empty_like(parts)
         if not self._has_other_ranks():
             return received.copy_(parts)
@@ -152,7 +152,7 @@ class Collectives:
         return received
 
     def _has_other_ranks(self) -> bool:
-        """Errors: LifecycleError if there are other ranks and the world is not open."""
+        """Whether a collective is needed. Errors: LifecycleError if one is needed, but the world is not open."""
         if self.world_size == 1:
             return False
         if not self.is_open:
@@ -166,9 +166,9 @@ class Collectives:
             self._wait(start())
         except RankLost:
             raise
-        # dist.DistError is a RuntimeError. A call after an abort is a ValueError.
+        # dist.DistError is a RuntimeError. A call after an abort raises a ValueError.
         except (RuntimeError, ValueError) as error:
-            # A report that came first names the rank.
+            # An earlier report names the lost rank, which torch's error does not.
             reason = self.lost.reason or (
                 f"rank {self.rank} of {self.world_size}: a collective failed, most likely because another rank has ended or died; "
                 "see the output of that rank"
@@ -183,12 +183,12 @@ class Collectives:
                 pause = _PAUSE_SHARE * (time.monotonic() - started)
                 time.sleep(min(max(pause, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
             else:
-                # Raises at the timeout, too. An error of the collective is raised again below.
+                # Suppressed: the error of the timeout, and an error of the collective, which `work.wait()` below raises again.
                 with contextlib.suppress(RuntimeError):
                     work.wait(_CHECK_EVERY)
-            # Only after a wait: a rank that is lost may have finished its part of this collective before.
+            # Checked only after a wait, because the lost rank may have finished its part of this collective.
             if self.lost.reason is not None and not work.is_completed():
-                # The group is never freed: the destructor of a gloo group waits for its collectives, and so for the lost rank.
+                # Never free the group: the destructor of a gloo group waits for its collectives, and so for the lost rank.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group or dist.group.WORLD))
                 self.lost.check()
         work.wait()

@@ -1,9 +1,9 @@
-"""The lines from generating ranks to training ranks, beside the line to rank 0.
+"""The lines (TCP connections, `line.py`) from generating ranks to training ranks. Every other rank also has a line to rank 0.
 
-training rank    has a LineServer of its own, and announces its address to rank 0; rank 0 uses the server that all ranks know
-generating rank  gets the address of a training rank from rank 0 when it first needs that rank
+training rank    opens a LineServer and announces its address to rank 0; only rank 0 has a server already, known to all ranks
+generating rank  asks rank 0 for the address of a training rank when it first sends to that rank
 
-The addresses are keys and values at rank 0 (`KeyValues`). torch's process groups use another set of keys and values (`LineStore`).
+Rank 0 keeps the addresses in a `KeyValues`. Process groups that send weights meet in another `KeyValues`, by a `LineStore`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..errors import LifecycleError
 from .exchange import Answer, Buffer
 from .line import LineClient, LineServer
 
-_HERE, _WHERE = "training/here", "training/where"
+_ANNOUNCE, _FIND = "training/here", "training/where"
 
 
 class KeyValues:
-    """Keys and values at rank 0, for one event loop. `answer` is a handler of the line."""
+    """A dictionary at rank 0 that other ranks write and read. `answer` is the handler of their messages, on the event loop."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = asyncio.Event()
 
     async def answer(self, peer: str, request: Any, values: Sequence[Buffer]) -> Answer:
-        """[set, [key]] writes one value. [get, keys] waits for all keys."""
+        """["set", [key]] stores one value. ["get", keys] waits until all keys are set, and answers with their values."""
         operation, keys = request
         if operation == "set":
             self._values[keys[0]] = bytes(values[0])
@@ -52,23 +52,23 @@ class KeyValues:
 
 
 class LineStore(dist.Store):
-    """Such values as the store of torch's process groups. Its methods block: call them on other threads than the event loop."""
+    """A `KeyValues` as a store of torch, for process groups. The methods block: never call them on the thread of the event loop."""
 
     def __init__(self, call: Callable[[Any, Sequence[Buffer]], Coroutine[Any, Any, Answer]]) -> None:
-        """`call(request, buffers)` returns the answer of `KeyValues.answer`. Call this on the event loop."""
+        """`call(request, buffers)` returns the answer of `KeyValues.answer`. Construct the store on the event loop."""
         super().__init__()
         self._request, self._loop = call, asyncio.get_running_loop()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Returns after rank 0 has the value. Errors: those of the line."""
+        """Store a value at rank 0, and wait until rank 0 has it. Errors: those of the line."""
         self._call("set", [key], None, value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
-        """The value; waits for the key. Errors: those of the line."""
+        """The value of the key. Blocks until the key is set. Errors: those of the line."""
         return bytes(self._call("get", [key], None)[1][0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for all keys. Errors: TimeoutError; those of the line."""
+        """Block until all keys are set. Errors: TimeoutError; those of the line."""
         self._call("get", keys, timeout)
 
     def _call(self, operation: str, keys: Sequence[str], timeout: timedelta | None, *values: bytes) -> Answer:
@@ -83,7 +83,7 @@ class LineStore(dist.Store):
 
 
 class Connections:
-    """The lines of one rank. `async with` closes the lines that `Connections` opened."""
+    """The lines of one rank. `async with` closes the servers and clients that this object opened."""
 
     def __init__(self, line: LineServer | LineClient, rank: int, secret: str) -> None:
         """`line`: the server of rank 0, or this rank's client of that server."""
@@ -94,8 +94,8 @@ class Connections:
         # On rank 0: training rank -> address of its server.
         self._addresses = KeyValues()
         if isinstance(line, LineServer):
-            line.on(_HERE, self._addresses.answer)
-            line.on(_WHERE, self._addresses.answer)
+            line.on(_ANNOUNCE, self._addresses.answer)
+            line.on(_FIND, self._addresses.answer)
 
     async def __aenter__(self) -> Connections:
         return self
@@ -104,8 +104,7 @@ class Connections:
         await self._stack.aclose()
 
     async def serve(self) -> LineServer:
-        """The server of this training rank. Call it once, then register the handlers, then `announce`.
-        Errors: OSError if this rank cannot listen."""
+        """The server of this training rank. Call this once, register the handlers, then `announce`. Errors: OSError."""
         if isinstance(self._line, LineServer):
             return self._line
         address = self._line.address
@@ -114,19 +113,19 @@ class Connections:
         return await self._stack.enter_async_context(await server.open(host))
 
     async def announce(self, server: LineServer) -> None:
-        """Announce the address of this rank's server to rank 0. Errors: RankLost."""
+        """Announce the address of this rank's server to rank 0. On rank 0: does nothing. Errors: RankLost."""
         if isinstance(self._line, LineClient):
-            await self._line.ask(_HERE, ["set", [str(self._rank)]], [server.address.encode()])
+            await self._line.ask(_ANNOUNCE, ["set", [str(self._rank)]], [server.address.encode()])
 
     async def to(self, rank: int) -> LineClient:
-        """The line to another training rank. Waits until that rank has announced its server. Errors: RankLost."""
+        """The line to the training rank `rank`. Waits until `rank` has announced its server. Errors: RankLost."""
         if rank == 0 and isinstance(self._line, LineClient):
             return self._line
         async with self._lock:
             if rank not in self._clients:
                 line, get = self._line, ["get", [str(rank)]]
-                request = line.ask(_WHERE, get) if isinstance(line, LineClient) else self._addresses.answer("", get, ())
-                # If a training rank dies before it has announced its address, the run ends, and this line with it.
+                request = line.ask(_FIND, get) if isinstance(line, LineClient) else self._addresses.answer("", get, ())
+                # No timeout: if a training rank dies before it has announced its address, the run ends and closes this line.
                 address = bytes((await request)[1][0]).decode()
                 name, server = f"rank {self._rank}", f"rank {rank}"
                 client = LineClient(address, self._secret, name, server=server, silence_s=line.silence_s)
@@ -135,7 +134,7 @@ class Connections:
 
 
 def _own_address(address: str) -> str:
-    """The address of this machine on the way to a server at `tcp://HOST:PORT`."""
+    """The local IP address from which this machine reaches the server at `tcp://HOST:PORT`."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,9 +1,9 @@
-"""What one end of the line knows of its peer: messages that were sent and not answered, and messages that were received.
+"""An `Exchange` makes the messages between two ends of a line (`line.py`) survive a broken connection.
 
-An exchange outlives its connections (`line.py`). Every message has a number. The sender keeps a message until the answer, and sends
-the message again after a reconnection. The receiver starts handlers in the order of the numbers. A message after a gap is ignored,
-because the sender sends it again. A message that arrives twice is handled once; the second time its answer is sent again, if any.
-The receiver keeps an answer until the sender has received the answer.
+* Each end numbers its asks and tells. It keeps a message until the answer comes, and sends it again after a reconnection.
+* The receiver starts handlers in the order of the numbers. It ignores a message after a gap: the sender sends that message again.
+* A message that arrives twice is handled once. If its handler has ended, the second arrival makes the receiver repeat the answer.
+* The receiver keeps an answer until it learns from a later message that the sender has the answer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..errors import AsyncrlError, LifecycleError, RankLost, WorkerDied
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Answer: TypeAlias = tuple[Any, Sequence[Buffer]]
-# (peer, header, buffers) -> (header, buffers), or None for (None, ()). The buffers are memoryviews of the received frames.
+# (peer, header, buffers) -> answer; None means (None, ()). The received buffers are memoryviews of zmq's frames.
 Handler: TypeAlias = Callable[[str, Any, Sequence[Buffer]], Awaitable[Answer | None]]
 
-HELLO, WELCOME, ASK, TELL, ANSWER, ERROR, CANCEL, BYE = range(8)
-WINDOW = 256
+HELLO, WELCOME, ASK, TELL, ANSWER, ERROR, CANCEL, BYE = range(8)  # operations
+WINDOW = 256  # limit of unanswered asks and tells of one end
 
 logger = logging.getLogger("asyncrl.distributed")
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("asyncrl.distributed")
 class _Sent:
     frames: list[Buffer]
     answer: asyncio.Future[Answer]
-    has_place: bool  # in the window
+    in_window: bool  # counted in `_window`
 
 
 @dataclass(slots=True, eq=False)
@@ -43,14 +43,14 @@ class Exchange:
 
     here: str
     peer: str
-    session: str
+    session: str  # random id of the `LineClient`
     handlers: dict[str, Handler]
-    transmit: Callable[[Sequence[Buffer]], None]
-    down_since: float | None = None  # time of `awake.now`; None: connected
+    transmit: Callable[[Sequence[Buffer]], None]  # may lose the message
+    down_since: float | None = None  # time of `awake.now`; None: connected or ended
     error: RankLost | LifecycleError | None = None  # why the exchange has ended
     connection: int = -1  # on a server: descriptor of the newest connection
-    _sent: dict[int, _Sent] = field(default_factory=dict)
-    _next: int = 0
+    _sent: dict[int, _Sent] = field(default_factory=dict)  # number -> unanswered message
+    _next: int = 0  # number of the next message to send
     _window: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WINDOW))
     _expected: int = 0  # number of the next message to handle
     _running: dict[int, asyncio.Task[tuple[bytes, Sequence[Buffer]]]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Exchange:
     _confirmed: int = 0  # the peer has the answers to its messages below this number
 
     async def ask(self, kind: str, header: Any, buffers: Sequence[Buffer]) -> Answer:
-        number, sent = await self._post(ASK, kind, header, buffers)
+        number, sent = await self._await_post(ASK, kind, header, buffers)
         try:
             return await sent.answer
         except asyncio.CancelledError:
@@ -67,31 +67,31 @@ class Exchange:
             raise
 
     async def tell(self, kind: str, header: Any, buffers: Sequence[Buffer]) -> None:
-        await self._post(TELL, kind, header, buffers)
+        await self._await_post(TELL, kind, header, buffers)
 
-    async def _post(self, operation: int, kind: str, header: Any, buffers: Sequence[Buffer]) -> tuple[int, _Sent]:
-        """Wait for a place in the window and send. A cancelled call has sent nothing."""
+    async def _await_post(self, operation: int, kind: str, header: Any, buffers: Sequence[Buffer]) -> tuple[int, _Sent]:
+        """Wait until the window has room, then send. A cancelled call has sent nothing."""
         await self._window.acquire()
         try:
-            return self.post(operation, kind, header, buffers, has_place=True)
+            return self.post(operation, kind, header, buffers, in_window=True)
         except BaseException:
-            # The release wakes the next call that waits, and that call raises the error of the exchange, too.
+            # The release wakes the next waiting call, and that call raises the error of the exchange, too.
             self._window.release()
             raise
 
     def post(
-        self, operation: int, kind: str, header: Any, buffers: Sequence[Buffer] = (), *, has_place: bool = False
+        self, operation: int, kind: str, header: Any, buffers: Sequence[Buffer] = (), *, in_window: bool = False
     ) -> tuple[int, _Sent]:
-        """Send, also if the window is full."""
+        """Send at once, even if the window is full. The message is kept until its answer."""
         if self.error is not None:
             raise self.error
         number = self._next
         frames: list[Buffer] = [self._pack(operation, number, kind, header), *buffers]
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        # Without this callback asyncio would log an error that arrives when nobody waits for the answer any more.
+        # Reads the error, because asyncio logs errors that nobody reads. The caller may have been cancelled.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._next += 1
-        sent = self._sent[number] = _Sent(frames, answer, has_place)
+        sent = self._sent[number] = _Sent(frames, answer, in_window)
         self.transmit(frames)
         return number, sent
 
@@ -100,6 +100,7 @@ class Exchange:
         return orjson.dumps((operation, self.session, number, lowest, kind, header))
 
     def send(self, operation: int, number: int = 0, kind: str = "", header: Any = None) -> None:
+        """Send a message that is neither kept nor sent again."""
         self.transmit([self._pack(operation, number, kind, header)])
 
     def resend(self) -> None:
@@ -124,7 +125,7 @@ class Exchange:
             sent = self._sent.pop(number, None)
             if sent is None:
                 return
-            if sent.has_place:
+            if sent.in_window:
                 self._window.release()
             if not sent.answer.done():
                 if operation == ANSWER:
@@ -170,7 +171,7 @@ class Exchange:
             self.transmit(frames)
 
     def end(self, error: RankLost | LifecycleError, *, cancel: bool = True) -> None:
-        """Fail every call that waits, and cancel the handlers of the peer's messages unless `cancel` is false."""
+        """End the exchange: waiting and later calls raise `error`. `cancel`: also cancel the handlers of the peer's messages."""
         if self.error is not None:
             return
         self.error, self.down_since = error, None
@@ -193,7 +194,8 @@ class Exchange:
 
 
 def _error_of(kind: str, text: str) -> AsyncrlError:
-    """The error of a handler, of the same class; AsyncrlError for WorkerDied, whose constructor takes other arguments."""
+    """The error that the peer's handler raised, in the same class of errors.py. AsyncrlError if that class is unknown here, and for
+    WorkerDied, whose constructor takes other arguments."""
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, AsyncrlError) and found is not WorkerDied:
         return found(text)

@@ -1,24 +1,24 @@
-"""FSDP2: one model's masters, gradients and optimizer state, cut over ranks along the first dimension.
+"""FSDP2: one model's masters (the weights that the optimizer updates), gradients and optimizer state, sharded over ranks.
 
-`torch.distributed.fsdp.fully_shard` cuts each block and the root around the blocks. FSDP2's division by the number of ranks is
-switched off: the trainer divides by N, which it knows only at a step's end.
+`torch.distributed.fsdp.fully_shard` shards each block, and then the root, which has the remaining parameters. FSDP2's division of
+gradients by the number of ranks is switched off: the trainer divides by the loss denominator, known only at the end of a step.
 
     a block's        by default: for each microbatch        keep=True: for each step
     weights          gathered (in the compute dtype)        gathered after the optimizer step, and kept by every rank
                      before its forward and its backward
-    gradients        summed and scattered after its         added up on each rank, then summed and scattered once (`reduce_`)
-                     backward
+    gradients        reduce-scattered after its backward    added up on each rank, then reduce-scattered once (`reduce_`)
 
-By default every forward and backward of the root is a sequence of collectives: all ranks run the same number of them, in one order,
-on the lane. A rank without work runs a microbatch of weight 0 (training/sharded.py).
+By default every forward and every backward of the root runs collectives. So all ranks must run the same number of forwards and
+backwards, in the same order. A rank without work runs a microbatch of weight 0 (training/sharded.py).
 
     rank r of W holds rows [r c, (r + 1) c) of a parameter with n rows, c = ceil(n / W): `torch.chunk`'s cut, so the last
     ranks may hold fewer rows, or none
 
-With `shards` below the number of ranks (HSDP), W = `shards` consecutive ranks hold a whole model. Sums go over all ranks.
+With `shards` below the number of ranks (HSDP), W = `shards` consecutive ranks hold one copy of the model. Gradients are summed over
+all ranks, so over all copies.
 
-Gradients of this rank's rows lie in one flat buffer. Its views are the `.grad` of the parameters, and FSDP2 adds into a
-`.grad` that exists. Zhao et al., "PyTorch FSDP" (arXiv:2304.11277), section 3.
+The gradients of this rank's rows lie in one flat buffer. The `.grad` of each parameter is a view of this buffer, because FSDP2 adds
+into an existing `.grad`. See Zhao et al., "PyTorch FSDP" (arXiv:2304.11277), section 3.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .collectives import NO_TIMEOUT, Collectives
 
 
 def rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
-    """[first, last) of `count` rows that `rank` holds."""
+    """The range [first, end) of the rows that `rank` holds, of a parameter with `count` rows."""
     per_rank = -(-count // ranks)
     return min(rank * per_rank, count), min((rank + 1) * per_rank, count)
 
@@ -45,8 +45,8 @@ def rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
 class ShardedParameters:
     """Owns the shards of a module's parameters, and changes the module in place. Use it on the lane.
 
-    `grad`: this rank's gradients in the master dtype, one buffer, padding zero. `rank`, `ranks`: the number of this rank among the
-    ranks that hold one copy of the model together, and their number. `replica`: the number of this copy.
+    `grad`: this rank's gradients, one buffer in the master dtype. `ranks`: the number of ranks that hold one copy of the model
+    together. `rank`: the index of this rank among them. `replica`: the index of their copy.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class ShardedParameters:
         keep: bool = False,
     ) -> None:
         """`root`: with full weights in any dtype, on the host or on `device`; only its forward may be called from now on. `blocks`:
-        the parts that are gathered one at a time. `compute`: dtype of the matrix products. `prefix`: is left out of the names.
+        the parts that are gathered one at a time. `compute`: dtype of the matrix products. `prefix`: removed from the names.
         `frozen`: names of weights that are not trained. `collectives`: of the ranks that train. `shards`: number of ranks that hold
-        one copy of the model, a divisor of the number of ranks; None: all. `keep`: keep the gathered weights and whole gradients.
+        one copy of the model, a divisor of the number of ranks; None: all. `keep`: see the table in the module docstring.
 
         A collective. Errors: ValueError without a process group; a single rank needs one, too.
         """
@@ -83,7 +83,7 @@ class ShardedParameters:
         self.device = device
         names = {id(parameter): name for name, (_, parameter) in zip(self.names, named, strict=True)}
         full_names = [name for name, _ in named]
-        # `named` keeps all full weights alive. After its deletion `_shard` frees the full weights of each block that it has cut.
+        # `named` keeps all full weights alive. Without it `_shard` frees the full weights of each block that it has sharded.
         del named
         self._mesh = _mesh(group, torch.tensor(members).view(-1, self.ranks), device.type)
         self._parts = _shard(root, blocks, device, self._mesh, compute, names, collectives)
@@ -99,7 +99,7 @@ class ShardedParameters:
         self.zero_grad()
 
     def _keep_gathered(self) -> None:
-        """Gather all weights, and prepare for whole gradients. A collective."""
+        """Gather all weights, and make every backward add into whole gradients on this rank. A collective."""
         self._whole, views = _views(self.shapes, self.master_dtype, self.device)
         self._whole_grads = dict(zip(self.names, views, strict=True))
         self._root.set_requires_gradient_sync(False)
@@ -126,8 +126,8 @@ class ShardedParameters:
             )
 
     def reduce_(self) -> None:
-        """With `keep`: write the sums over all ranks of the whole gradients into `grad`. Each part takes a collective, or two if
-        there are several copies of the model."""
+        """With `keep`: sum the whole gradients over all ranks, and write this rank's rows of the sums into `grad`. Each part takes
+        one collective, or two if there are several copies of the model."""
         shards = self._mesh.get_group(self._mesh.ndim - 1)
         views = dict(zip(self.names, self._grads, strict=True))
         for _, owned in self._parts:
@@ -147,15 +147,13 @@ class ShardedParameters:
                 gradient.zero_()
 
     def reset(self) -> None:
-        """After a forward or backward that raised: wait for its collectives and drop them. Gradients are not zeroed.
-
-        torch before 2.13 has no such call, so the next forward may fail there.
-        """
+        """After a forward or backward that raised: wait for its collectives and drop them. Gradients are not zeroed. A no-op before
+        torch 2.13, which brought `reset_iter_state`: with an earlier torch the next forward may fail."""
         getattr(self._root, "reset_iter_state", lambda: None)()
 
     def release(self) -> None:
         """Drop every reference to the process group; masters and gradients stay. Call it before this rank leaves its world. A group
-        with references keeps its connections open, and a rank that waits for this rank in a collective would go on waiting.
+        with references keeps its connections open, and a rank that waits for this rank in a collective goes on waiting.
 
         The names below are private to torch. If torch renames them, the connections close when this process ends.
         """
@@ -167,20 +165,20 @@ class ShardedParameters:
         getattr(self._mesh, "_pg_registry", {}).clear()
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, this rank's rows of the master); there may be no rows."""
+        """(name, this rank's rows of the master) for each parameter. A rank may have no rows of a parameter."""
         yield from zip(self.names, self._masters, strict=True)
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's rows of each gradient, views of `grad`."""
+        """(name, this rank's rows of the gradient) for each parameter. The rows are views of `grad`."""
         yield from zip(self.names, self._grads, strict=True)
 
     def local(self, full: Tensor) -> Tensor:
-        """This rank's rows of a tensor that is laid out like a whole parameter; a view."""
-        first, last = rows(full.shape[0], self.rank, self.ranks)
-        return full[first:last]
+        """This rank's rows of a tensor with the shape of a whole parameter. A view."""
+        first, end = rows(full.shape[0], self.rank, self.ranks)
+        return full[first:end]
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """Copy this rank's rows of full tensors by name. With `keep` a collective. Errors: KeyError for another shape."""
+        """Set the masters from whole tensors. With `keep` a collective. Errors: KeyError for a missing name, or another shape."""
         for name, shape, master in zip(self.names, self.shapes, self._masters, strict=True):
             full = state[name]
             if tuple(full.shape) != shape:
@@ -196,10 +194,10 @@ class ShardedParameters:
 
     @torch.no_grad()
     def gather(self, write: Callable[[str, Tensor], None]) -> None:
-        """`write(name, full values in the compute dtype)` for every parameter, a block at a time. A collective."""
+        """Call `write(name, whole values in the compute dtype)` for every parameter, block by block. A collective."""
         for part, owned in self._parts:
             if self.keep:
-                # The kept weights may be older than the last optimizer step.
+                # Gather anew: the kept weights may be older than the last optimizer step.
                 part.reshard()
             part.unshard()
             try:
@@ -211,13 +209,12 @@ class ShardedParameters:
 
 
 def _mesh(group: dist.ProcessGroup, grid: Tensor, device: str) -> DeviceMesh:
-    """The mesh of FSDP2: `grid` [copies of the model, ranks of a copy] has the ranks of `group`. A collective."""
+    """The mesh for FSDP2. `grid`: the ranks of `group`, [copies of the model, ranks of a copy]. A collective."""
     if len(grid) == 1:
         return DeviceMesh.from_group(group, device)
     rank = dist.get_rank()
-    # Ranks outside of `group`, which only generate, need not take part.
-    column_and_row = [next(ranks for ranks in lines if rank in ranks) for lines in (grid.T.tolist(), grid.tolist())]
-    row_and_column = column_and_row[::-1]
+    row_and_column = [next(ranks for ranks in lists if rank in ranks) for lists in (grid.tolist(), grid.T.tolist())]
+    # Local synchronization: ranks outside of `group`, which only generate, need not take part.
     groups: list[Any] = [
         dist.new_group(each, use_local_synchronization=True, timeout=NO_TIMEOUT) for each in row_and_column
     ]
@@ -225,14 +222,14 @@ def _mesh(group: dist.ProcessGroup, grid: Tensor, device: str) -> DeviceMesh:
 
 
 def _views(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Zeros in one buffer, and its views of these shapes."""
+    """(a buffer of zeros, views of it with these shapes, which cover the buffer in order)."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
     return buffer, [part.view(shape) for part, shape in zip(buffer.split(sizes), shapes, strict=True)]
 
 
 def _adder(target: Tensor) -> Callable[[Tensor], None]:
-    """A hook that adds the gradient of a gathered parameter to `target`, and frees it."""
+    """A hook that adds the gradient of a gathered parameter to `target`, and then frees the gradient."""
 
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -243,9 +240,9 @@ def _adder(target: Tensor) -> Callable[[Tensor], None]:
 
 
 def _by_rank(full: Tensor, ranks: int) -> Tensor:
-    """[ranks, elements]: the rows of each rank, filled up with zeros."""
-    last = rows(full.shape[0], 0, ranks)[1] * ranks
-    padding = full.new_zeros(last - full.shape[0], *full.shape[1:])
+    """The rows of each rank, padded with zeros to one length: [ranks, elements]."""
+    padded_rows = rows(full.shape[0], 0, ranks)[1] * ranks
+    padding = full.new_zeros(padded_rows - full.shape[0], *full.shape[1:])
     return torch.cat([full, padding]).view(ranks, -1)
 
 
@@ -255,16 +252,16 @@ def _shard(
     device: torch.device,
     mesh: DeviceMesh,
     compute: torch.dtype,
-    names: Mapping[int, str],
+    names: Mapping[int, str],  # id of a parameter -> name
     collectives: Collectives,
 ) -> list[tuple[FSDPModule, list[tuple[str, nn.Module, str]]]]:
-    """Cut all parts. Returns each part with the (name, module, attribute) of its parameters. Rank 0 broadcasts the weights."""
+    """Shard all parts, with the weights of rank 0. Returns each part with the (name, module, attribute) of its parameters."""
     master = torch.float64 if compute == torch.float64 else torch.float32
     # Inputs are not cast, because some are temperatures. Gradients are summed in the master dtype.
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == master else compute, reduce_dtype=master, cast_forward_inputs=False
     )
-    parts: list[tuple[Any, list[tuple[str, nn.Module, str]]]] = []  # modules, and FSDPModules as well once they are cut
+    parts: list[tuple[Any, list[tuple[str, nn.Module, str]]]] = []  # `fully_shard` makes each module an FSDPModule
     seen: set[int] = set()
     for part in (*blocks, root):
         owned = []

@@ -5,8 +5,8 @@
     rank 0    ──▶ a number that no rank has had, the configuration, the roles
     node      connects again as `rank N`, and works as a rank that only generates
 
-The books, the prompt cursor and the evaluations count the node when its engine serves weights that are new enough
-(`pumps/follow.py`). Until then nobody waits for the node.
+The ledger, the prompt cursor and the evaluations count the node only when its engine serves weights that are new enough
+(`pumps/follow.py`). Until then no rank waits for the node.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ JOINING = "joining node "
 
 @dataclass(frozen=True, slots=True)
 class JoinedRun:
-    """What a node that joins knows of the run. `rank`: the number of the node. `base`: see `pumps.pipeline.Ports`. `version`: of
-    the weights. `config`: the resolved configuration of the run, in JSON types."""
+    """What a node that joins knows of the run. `address`: of rank 0's line. `rank`: the node's number. `train`, `generate`: the
+    run's roles. `restart`: see `RankInfo`. `base`: see `pumps.pipeline.Ports`. `version`: of the weights. `config`: resolved."""
 
     address: str
     secret: str
@@ -47,16 +47,16 @@ class JoinedRun:
 
 
 class Entrance:
-    """Answers nodes that join, on rank 0. Must be created before the line opens."""
+    """Answers joining nodes, on rank 0. Create it before the line opens: the constructor registers the handler of `JOIN`."""
 
     def __init__(self, line: LineServer, ranks: int, note: Callable[[str], None]) -> None:
-        """`ranks`: the number of ranks of the launcher. `note`: prints a line."""
+        """`ranks`: the number of ranks that the launcher started; the first node gets this number. `note`: prints a text."""
         self._next, self._note = ranks, note
         self._describe: asyncio.Future[Callable[[], Mapping[str, Any]]] = asyncio.get_running_loop().create_future()
         line.on(JOIN, self._answer)
 
     def open(self, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """Answer from now on. `describe()`: the fields of `JoinedRun` that all nodes share. Its errors go to the node."""
+        """Answer from now on. Earlier requests wait for this call. `describe()`: the fields of `JoinedRun` that all nodes share."""
         self._describe.set_result(describe)
 
     async def _answer(self, peer: str, node: Mapping[str, Any], _: object) -> tuple[dict[str, Any], tuple[()]]:
@@ -65,7 +65,7 @@ class Entrance:
                 f"the run has asyncrl {__version__}, and this node has asyncrl {node['asyncrl']}; install asyncrl "
                 f"{__version__} on this node"
             )
-        # A node that gives up cancels its own wait, not the future.
+        # `shield`: a cancelled call of one node must not cancel the future of all nodes.
         shared_fields = (await asyncio.shield(self._describe))()
         rank, self._next = self._next, self._next + 1
         self._note(f"rank {rank} joins: process {node['process']} on {node['host']}")
@@ -73,8 +73,8 @@ class Entrance:
 
 
 async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -> JoinedRun:
-    """Errors: RankLost if no run with this secret answers at `address` within `silence_s`; ConfigError for another version of
-    asyncrl; LifecycleError if the run is about to end."""
+    """Get a rank number from the run at `address`. Errors: RankLost if no run with this secret answers within `silence_s`;
+    ConfigError for another version of asyncrl; LifecycleError if the run is about to end."""
     async with LineClient(address, secret, JOINING + secrets.token_hex(8), silence_s=silence_s) as line:
         node = {"asyncrl": __version__, "host": socket.gethostname(), "process": os.getpid()}
         fields, _ = await line.ask(JOIN, node)
@@ -83,7 +83,7 @@ async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -
 
 
 def require_secret(why: str, environ: Mapping[str, str] | None = None) -> str:
-    """The secret of the environment. `why` it is needed. Errors: PlatformError for a missing or short secret."""
+    """The secret in ASYNCRL_SECRET. `why`: a clause for the error text. Errors: PlatformError for a missing or short secret."""
     secret = (os.environ if environ is None else environ).get(VARIABLE)
     if secret is None or len(secret) < MIN_LENGTH:
         found = f"{why}, and {VARIABLE} is not set" if secret is None else f"{VARIABLE} has {len(secret)} characters"
@@ -95,7 +95,7 @@ def require_secret(why: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 async def listen_at(line: LineServer, setting: str) -> str:
-    """Open the line at `distributed.listen`. Returns HOST:PORT for `asyncrl join`. Errors: ConfigError if that is impossible."""
+    """Open the line at `distributed.listen`. Returns HOST:PORT for `asyncrl join`. Errors: ConfigError if that fails."""
     host, _, port = setting.rpartition(":")
     try:
         [found, *_] = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)

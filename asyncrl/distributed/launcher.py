@@ -1,13 +1,13 @@
 """Ends this rank when its launcher, torchrun, ends.
 
-A torchrun that gets SIGTERM stops its ranks, unless it is still starting ranks: then the ranks that run already go on. A torchrun
-that gets SIGKILL stops no rank. A rank that goes on would write to a run directory that the next start needs.
+At a SIGTERM torchrun stops its ranks; but while it is still starting ranks, those that run already go on. At a SIGKILL all ranks go
+on. A rank that goes on would write to the run directory that the next start of the job needs.
 
     the launcher ends after `tie_to_launcher`     ->  the kernel sends this rank SIGTERM, which shuts it down
     the launcher ended before `tie_to_launcher`   ->  the call raises if torchrun's store is gone or this rank is an orphan
 
-One case is missed: the launcher is on another machine than its store, ends in the tenths of a second before the call, and
-another process than process 1 adopts orphans. Only Linux has the signal at the end of a parent.
+The call misses one case: torchrun ended just before the call, a process other than process 1 adopts orphans, and torchrun's store
+is on another machine or does not exist. Linux only: macOS sends no signal at the end of a parent.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 from ..concurrency.child import signal_at_parents_end
 from ..errors import PlatformError
 
-_STORE_ANSWERS_S = 5.0
-_PROCESS = secrets.token_hex(8)  # identifies this process: a new container may reuse its id
+_STORE_TIMEOUT_S = 5.0
+_PROCESS = secrets.token_hex(8)  # identifies this process: a new container may reuse its pid
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The process that started this one. `tie_to_launcher` makes it."""
+    """The process that started this one, as `tie_to_launcher` found it."""
 
     pid: int
 
@@ -45,8 +45,8 @@ class Launcher:
 
 
 def tie_to_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None:
-    """Make the kernel send this rank SIGTERM when its launcher ends. Call this before slow imports. None if neither torchrun nor a
-    program with torchrun's agent (`accelerate launch`) started this rank. Errors: PlatformError if the launcher has ended."""
+    """Make the kernel send this rank SIGTERM when its launcher ends. Call this before slow imports. Returns None unless
+    torchrun or a program with its agent (`accelerate launch`) started this rank. Errors: PlatformError if that launcher ended."""
     env = os.environ if environ is None else environ
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
@@ -60,7 +60,7 @@ def tie_to_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None
 
 
 def this_start(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """This process, its job, and the number of the job's start, in JSON types. A run directory stores them for `restart_phrase`."""
+    """This process, and its torchrun and SLURM jobs with their restart counts, in JSON types. A run directory stores it."""
     env = os.environ if environ is None else environ
     ids = {"torchrun": env.get("TORCHELASTIC_RUN_ID"), "SLURM": env.get("SLURM_JOB_ID")}
     restarts = {"torchrun": env.get("TORCHELASTIC_RESTART_COUNT"), "SLURM": env.get("SLURM_RESTART_COUNT")}
@@ -71,13 +71,13 @@ def this_start(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def restart_phrase(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """A phrase for how the start `now` restarts the job of the start `before`; None for another job or the same process."""
+    """A phrase such as `restart 2 of this job by SLURM`; None if `now` is no restart of the job of `before`."""
     if now["process"] == before.get("process"):
         return None
     same_agent = now["agent"] == before.get("agent") and now["agent"] != "/"
     for name, (job, number) in now["jobs"].items():
         old_job, old_number = before.get("jobs", {}).get(name, (None, 0))
-        # One torchrun has one job. If the nodes of a job change, another torchrun may start the first rank.
+        # One torchrun has one job, but another torchrun may restart rank 0: compare ids, too. Many jobs have the default id "none".
         is_restart = job == old_job and job != "none" and number > old_number
         if is_restart or (name == "torchrun" and same_agent):
             return f"restart {number} of this job by {name}"
@@ -85,16 +85,16 @@ def restart_phrase(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
 
 
 def _is_python(pid: int) -> bool:
-    """Whether process `pid` is Python. In many containers process 1 is torchrun itself; else process 1 adopts orphans."""
+    """Whether process `pid` runs Python. Process 1 is torchrun itself in many containers; elsewhere process 1 adopts orphans."""
     with contextlib.suppress(OSError):
         return b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
     return False
 
 
 def _require_store(address: str, port: str) -> None:
-    """Errors: PlatformError if nobody listens there. The rendezvous of the ranks reports other failures in more detail."""
+    """Errors: PlatformError if no process listens at the address. The rendezvous of the ranks reports other failures in detail."""
     try:
-        socket.create_connection((address, int(port)), _STORE_ANSWERS_S).close()
+        socket.create_connection((address, int(port)), _STORE_TIMEOUT_S).close()
     except ConnectionRefusedError:
         raise PlatformError(
             "torchrun ended while it started this rank, so this rank ends too: nobody listens at the address of torchrun's store "

@@ -1,12 +1,12 @@
-"""The ledger in one process: admission and places of steps. The rule and its proof: `reservation.py`. With several
-ranks rank 0 has this ledger, and the other ranks ask rank 0 (`line_ledger.py`).
+"""The ledger in one process: admits groups to the run, and gives them places in training steps. It adds waiting to the books, whose
+rule and words `reservation.py` explains. With several ranks rank 0 has this ledger, and other ranks ask rank 0 (`line_ledger.py`).
 
     rollout pump --admit--> [slots, FIFO] --> live --claim--> claimed --commit--> held --release--> trained
                                                `------------ end --------------------------------> dropped, failed
 
-Every transition is synchronous between two awaits; only `admit` and `wait_changed` ever wait. Waiting admissions are
-served strictly in order, so prompts enter in their order. With shares (`by_rank`) each rank has an order of its own. If a waiting
-caller is cancelled when it gets a slot, the next caller gets the slot.
+Only `admit` and `wait_changed` wait; the other methods change the books without an await, so no task sees half a change. Waiting
+calls of `admit` get slots in their order, so prompts enter in order. With shares (`by_rank`) each rank has an order of its own.
+If a waiting caller was granted a slot and is cancelled before it runs, the slot goes to the next caller.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Changes:
-    """Counts the changes of a ledger's books: a ledger raises `number` and then calls `wake`. For the thread of the event loop."""
+    """Counts the changes of a ledger's books. The ledger raises `number` and then calls `wake`. Use it only on the event loop."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -46,11 +46,11 @@ class Changes:
 
     @property
     def awaited(self) -> bool:
-        """Whether a task waits."""
+        """Whether a task is in `wait`."""
         return bool(self._waiters)
 
     def wake(self, error: BaseException | None = None) -> None:
-        """Wake all waiters. Each waiter checks `number` again, or raises `error`."""
+        """Wake all waiters. Each waiter raises `error`; with None it checks `number` again."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(error) if error is not None else waiter.set_result(None)
@@ -68,15 +68,15 @@ class LocalLedger:
     """See `ports.Ledger`. `async with` is optional. Its exit closes the ledger, so waiters raise LifecycleError."""
 
     def __init__(self, books: Reservation, recorder: Recorder | None = None) -> None:
-        """Goes on with `books`. If the books have several ranks, callers pass the number of their rank to the methods."""
-        # Other modules only read the books.
+        """`books`: new, or those of an earlier ledger. If they have several ranks, callers pass their rank to the methods."""
+        # Other modules read the books, but do not change them.
         self.books = books
         self._recorder = recorder
         self.first_turn = books.turn
         self._changes = Changes()
-        # By rank if ranks have shares: a rank whose share is admitted must not block another rank. Else all are in queue 0.
+        # Waiting admissions. With shares each rank has a queue, so that no rank blocks another one. Otherwise all are in queue 0.
         self._queues: dict[int, deque[_Applicant]] = {}
-        self.on_change: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] | None = None  # called after each change
         self._closed = False
 
     async def __aenter__(self) -> LocalLedger:
@@ -86,11 +86,11 @@ class LocalLedger:
         self.close()
 
     def close(self) -> None:
-        """Fail every waiter with LifecycleError. A second call does nothing. `end` and `release` still work afterwards."""
+        """Fail waiters and all later `admit`, `claim`, `commit` and `wait_changed` by LifecycleError. Other methods still work."""
         if self._closed:
             return
         self._closed = True
-        closed = LifecycleError("the ledger was closed while somebody waited for it")
+        closed = LifecycleError("the ledger was closed while a task waited for it")
         for queue in self._queues.values():
             for applicant in queue:
                 if not applicant.answer.done():
@@ -108,11 +108,11 @@ class LocalLedger:
 
     @property
     def finished(self) -> bool:
-        """`exhaust` was called and no group is left to train."""
+        """Whether `exhaust` was called for every rank and no group is left to train."""
         return self.books.finished()
 
     async def admit(self, group_id: int, oldest: int | None = None, rank: int = 0) -> Ticket | None:
-        """See `ports.Ledger.admit`. Errors: LedgerError for a group that is in the pipeline already, LifecycleError."""
+        """See `ports.Ledger.admit`. Errors: LedgerError for a group in the pipeline or of a lost rank; LifecycleError."""
         self._check_open("admit")
         queue = self._queues.setdefault(rank if self.books.by_rank else 0, deque())
         if not queue:
@@ -130,13 +130,13 @@ class LocalLedger:
                     if applicant in queue:
                         queue.remove(applicant)
                         self._serve_and_wake()  # the next applicant may be admissible
-                # The slot was granted before this task could run.
+                # The slot was granted, but this task was cancelled before it ran: give the slot back.
                 elif applicant.answer.exception() is None and applicant.answer.result() is not None:
                     self.withdraw(group_id, rank)
                 raise
 
     def withdraw(self, group_id: int, rank: int = 0) -> None:
-        """Undo an admission whose caller was cancelled, if there was one."""
+        """Undo the admission of a group of `rank` whose caller was cancelled. Does nothing if the group is not live."""
         entry = self.books.entries.get(group_id)
         if entry is not None and entry.rank == rank and not entry.claimed:
             self.books.withdraw(entry.ticket)
@@ -162,8 +162,8 @@ class LocalLedger:
     async def arrive(self, ticket: Ticket, sender: int, rank: int = 0) -> bool:
         return self.books.arrive(ticket, sender, rank)
 
-    def has(self, ticket: Ticket, rank: int) -> bool:
-        """Whether the group is live and at this rank. Rank 0 has all groups, because it ends them all at the end of a run."""
+    def may_end(self, ticket: Ticket, rank: int) -> bool:
+        """Whether the group is live and `rank` may end it: rank 0 any group, another rank only groups that it has itself."""
         entry = self.books.entries.get(ticket.group_id)
         return entry is not None and entry.ticket == ticket and rank in (0, entry.rank) and not entry.claimed
 
@@ -187,7 +187,7 @@ class LocalLedger:
         return turn
 
     def unclaim(self, tickets: Sequence[Ticket], rank: int) -> None:
-        """Undo a claim whose caller was cancelled, if one of `tickets` got a place."""
+        """Undo a claim of `rank` whose caller was cancelled: a group of `tickets` that has a place loses it."""
         for ticket in tickets:
             entry = self.books.entries.get(ticket.group_id)
             if entry is not None and entry.claimed and entry.rank == rank and entry.ticket == ticket:
@@ -206,7 +206,7 @@ class LocalLedger:
             self._changed()
 
     def lose_generator(self, rank: int) -> list[int]:
-        """See `Reservation.lose_generator`. Callers that wait get the free slots."""
+        """See `Reservation.lose_generator`. Waiting admissions get the slots that become free."""
         lost = self.books.lose_generator(rank)
         self._changed()
         return lost
@@ -221,7 +221,7 @@ class LocalLedger:
         return self.books.expired()
 
     def live_groups(self, *, everywhere: bool = False) -> list[Ticket]:
-        """Groups that were admitted and not trained, by id. A checkpoint stores them, so that a resumed run skips no prompt."""
+        """Live and claimed groups of all ranks, sorted by id. A checkpoint stores them, so that a resumed run skips no prompt."""
         return sorted((e.ticket for e in self.books.entries.values()), key=lambda t: t.group_id)
 
     def due(self) -> int:
@@ -235,7 +235,6 @@ class LocalLedger:
         return self.books.statistics()
 
     def describe(self) -> str:
-        """One sentence for error messages: the open step and what it waits for."""
         return f"{self.books.describe()}; {sum(map(len, self._queues.values()))} groups wait for a slot"
 
     def remote_cause(self) -> str | None:

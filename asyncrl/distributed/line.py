@@ -6,13 +6,13 @@
 Encryption and authentication: CURVE. The key pair of the server is derived from the run's secret, and the public key is never sent.
 So only a client with the secret can connect, and only a server with the secret can answer.
 
-A connection may break and come back: no message is lost, handled twice or out of order (`exchange.py`). An end that was
-disconnected for `silence_s` is lost: every call that waits for it raises RankLost. Time in which this process was suspended does
-not count (`concurrency/awake.py`).
+A connection may break and come back: no message is lost or handled twice, and handlers start in order (`exchange.py`). An end
+that was disconnected for `silence_s` is lost: every call that waits for this end raises RankLost. Time in which the waiting process
+was suspended does not count (`concurrency/awake.py`).
 
-A message is a frame of JSON [operation, session, number, lowest unanswered number, kind, header], then raw buffers. A message of
-`tell` is answered, too, when its handler has ended. At most `exchange.WINDOW` messages of one end are unanswered; further calls
-wait.
+A message is a frame of JSON [operation, session, number, lowest unanswered number, kind, header], then raw buffers. Messages of
+`tell` are answered, too, but `tell` does not wait for the answer. At most `exchange.WINDOW` messages to one peer are unanswered;
+further calls wait. A session is the random id of one `LineClient`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from ..concurrency.shield import wait_shielded
 from ..errors import LifecycleError, RankLost
 from .exchange import BYE, HELLO, TELL, WELCOME, Answer, Buffer, Exchange, Handler
 
-SILENCE_S = 20.0
+SILENCE_S = 20.0  # default of `silence_s`
 _PROTOCOL = 1
 _LEAVE = "leave"
 _LINGER_MS = 1000  # for the last messages of an end that closes
-_TICK_S = 0.25
-# Messages that are read before other callbacks of the event loop run.
+_TICK_S = 0.25  # between two checks of `silence_s`
+# At most this many messages are read before other callbacks of the event loop run.
 _AT_ONCE = 200
-# As numbers: to combine members of zmq's enumerations takes longer than a call of `recv` or `send`.
+# Plain ints: combining members of zmq's enumerations takes longer than a call of `recv` or `send`.
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-# Larger buffers are sent without a copy.
-_COPIED = 1 << 16
+# Buffers of this size or more are sent without a copy.
+_MAX_COPIED_BYTES = 1 << 16
 _EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -63,7 +63,7 @@ logger = logging.getLogger("asyncrl.distributed")
 
 
 class _End:
-    """The socket of a server or client. For the thread of one event loop."""
+    """The socket of a server or client. Only the thread of its event loop may use it."""
 
     # LineServer and LineClient define these.
     _exchanges: Callable[[], Iterable[Exchange]]
@@ -80,8 +80,8 @@ class _End:
         self._handlers: dict[str, Handler] = {}
         self._socket: zmq.Socket[bytes] | None = None
         self._events: deque[Any] = deque()
-        self._read_again = False
-        self._watch: asyncio.Task[None] | None = None
+        self._read_scheduled = False
+        self._watch: asyncio.Task[None] | None = None  # loses peers after `silence_s`
         self._ended: dict[Exchange, asyncio.Task[None]] = {}  # ended exchanges whose handlers still run
         self._closed = False
 
@@ -93,21 +93,21 @@ class _End:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket = opened = self._context.socket(kind)
-        # The I/O thread of zmq sends and answers heartbeats: neither a busy event loop nor the GIL delays them.
+        # In ms: a tenth of `silence_s`. zmq's I/O thread sends and answers heartbeats: neither a busy loop nor the GIL delays them.
         opened.heartbeat_ivl = opened.heartbeat_timeout = round(100 * self.silence_s)
-        # The window bounds the queues. A full queue of zmq would drop messages.
+        # 0: no limit. `exchange.WINDOW` bounds the queues, and a full queue of zmq would drop messages.
         opened.sndhwm = opened.rcvhwm = 0
         opened.linger = _LINGER_MS
         self._monitor = opened.get_monitor_socket(_EVENTS)
         self._loop.add_reader(opened.FD, self._read)
         self._loop.add_reader(self._monitor.FD, self._read_events)
-        # zmq signals only what arrives after a first read.
+        # Read once now: zmq signals only messages that arrive after a first read.
         self._loop.call_soon(self._read_events)
         self._read_soon()
         return opened
 
     async def aclose(self) -> None:
-        """Tell the other ends, cancel the handlers and close the socket. A second call does nothing."""
+        """Say goodbye to the other ends, cancel the handlers and close the socket. A second call does nothing."""
         if self._closed or self._socket is None:
             self._closed = True
             return
@@ -134,7 +134,7 @@ class _End:
         await offload(self._context.term, "close the line")
 
     def _read(self) -> None:
-        self._read_again = False
+        self._read_scheduled = False
         for _ in range(_AT_ONCE):
             if self._closed or self._socket is None:
                 return
@@ -147,15 +147,15 @@ class _End:
             try:
                 self._receive(frames)
             except BaseException:
-                # zmq does not signal again for the messages that follow.
+                # zmq does not signal again for the messages that are still queued.
                 self._read_soon()
                 raise
         self._read_soon()
 
     def _read_soon(self) -> None:
-        """Call `_read` soon: zmq signals once for several messages, and a call of `send` may take the signal."""
-        if not self._read_again:
-            self._read_again = True
+        """Schedule `_read`. zmq signals only once for several messages, and a call of `send` may consume the signal."""
+        if not self._read_scheduled:
+            self._read_scheduled = True
             self._loop.call_soon(self._read)
 
     def _read_events(self) -> None:
@@ -170,20 +170,20 @@ class _End:
     def _send(self, frames: Sequence[Buffer]) -> None:
         if self._closed or self._socket is None:
             return
-        # zmq.Again or EHOSTUNREACH: the peer is disconnected. The message is sent again when the peer is back.
+        # zmq.Again or EHOSTUNREACH: the peer is disconnected. `Exchange.resend` repeats asks and tells when the peer is back.
         with contextlib.suppress(zmq.ZMQError):
             for frame in frames[:-1]:
-                self._socket.send(frame, _MORE, copy=len(frame) < _COPIED)
-            self._socket.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) < _COPIED)
+                self._socket.send(frame, _MORE, copy=len(frame) < _MAX_COPIED_BYTES)
+            self._socket.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) < _MAX_COPIED_BYTES)
         self._read_soon()
 
     @property
     def peers(self) -> list[str]:
-        """Names of the other ends that have connected and have not ended."""
+        """Names of the peers that have connected and have neither said goodbye nor been lost."""
         return [exchange.peer for exchange in self._exchanges() if exchange.error is None]
 
     def silent(self) -> list[str]:
-        """A sentence for each end that is disconnected now. Thread-safe."""
+        """A sentence for each peer that is disconnected now. Thread-safe."""
         now = awake.now()
         down = [(exchange.peer, exchange.down_since) for exchange in list(self._exchanges())]
         return [
@@ -205,14 +205,14 @@ class _End:
                     try:
                         self._lose(exchange, f"has given no sign of life for {now - exchange.down_since:.0f} s")
                     except Exception:
-                        # An error of `on_end` must not end this task, which watches the other exchanges, too.
+                        # An error of `on_end` must not end this task: it also watches the other exchanges.
                         logger.exception("%s could not handle the loss of %s", self.name, exchange.peer)
 
 
 class LineServer(_End):
-    """Listens at one address. `async with` closes it.
+    """The server's end: listens at one address for any number of clients. `async with` opens and closes it.
 
-    name: for error texts ("rank 0"). on_end: called for each peer that ended, with RankLost, or with None after a goodbye.
+    name: for error texts ("rank 0"). on_end: called for each peer that ends: (peer, None) after a goodbye, else (peer, RankLost).
     """
 
     def __init__(
@@ -226,25 +226,25 @@ class LineServer(_End):
         super().__init__(secret, name, silence_s)
         self.address = ""
         self.on_end = on_end
-        self._session = secrets.token_hex(8)
+        self._server_id = secrets.token_hex(8)  # clients notice a restart by it
         self._peers: dict[str, Exchange] = {}
-        self.machines: dict[str, str] = {}  # client -> its machine, also if the client has ended
+        self.machines: dict[str, str] = {}  # client -> its machine, kept after the client's end
         self._connections: dict[int, str] = {}  # descriptor -> address of the peer, or "" until it is known
         self._greeted: dict[int, str] = {}  # descriptor -> name of the peer
-        self._refused: set[str] = set()
-        self._refusing = False  # the next event tells which connection was refused
+        self._refused: set[str] = set()  # addresses whose refusal was logged
+        self._refusing = False  # a handshake failed; the next event names its connection
         self._left: set[str] = set()  # clients that called `leave` or said goodbye
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # set when a client leaves or is lost
         self.on(_LEAVE, self._on_leave)
 
     def silences(self) -> dict[str, float]:
-        """Client -> seconds since its connection broke, 0 while it is connected. Clients that ended are left out."""
+        """Client -> seconds since its connection broke, 0 while it is connected. Clients that have ended are not in the result."""
         now = awake.now()
         down = {peer: exchange.down_since for peer, exchange in self._peers.items()}
         return {peer: 0.0 if since is None else now - since for peer, since in down.items()}
 
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> LineServer:
-        """Listen; `address` is set afterwards. Errors: OSError if the address is not of this machine, or is in use."""
+        """Listen, and set `address`. Port 0: any free port. Errors: OSError if the address is not of this machine, or is in use."""
         opened = self._open(zmq.ROUTER)
         try:
             opened.ipv6 = ":" in host
@@ -265,34 +265,34 @@ class LineServer(_End):
         await self.aclose()
 
     async def ask(self, peer: str, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> Answer:
-        """As `LineClient.ask`, to one client."""
+        """As `LineClient.ask`, to the client `peer`."""
         return await self._exchange_with(peer).ask(kind, header, buffers)
 
     async def tell(self, peer: str, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> None:
-        """As `LineClient.tell`, to one client."""
+        """As `LineClient.tell`, to the client `peer`."""
         await self._exchange_with(peer).tell(kind, header, buffers)
 
     async def tell_all(self, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> None:
-        """`tell` to every client. A client that ends meanwhile is skipped."""
+        """`tell` every client. Clients that end during the call are no error."""
         tells = [exchange.tell(kind, header, buffers) for exchange in self._peers.values()]
         for result in await asyncio.gather(*tells, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, RankLost):
                 raise result
 
     def give_up(self, peer: str, error: RankLost) -> None:
-        """End the exchange with a client, if there is one, and send the client the error. Calls `on_end`."""
+        """End the exchange with a client, send the client the error, and call `on_end`. Does nothing if the client has ended."""
         if (exchange := self._peers.get(peer)) is not None:
             self._dismiss(peer.encode(), exchange.session, str(error))
             self._end(exchange, error)
 
     def forget(self, peer: str) -> None:
-        """Keep nothing about a client that has ended, and whose name no other client will have."""
+        """Free what the server keeps about a client that has ended. Only for a name that no later client will have."""
         self.machines.pop(peer, None)
         self._left.discard(peer)
 
     async def leave(self, timeout_s: float) -> list[str]:
-        """Wait, before `aclose`, until each client has left, too, or is lost. Returns the clients that have not left.
-        Calls `on_end` no more."""
+        """Call it before `aclose`: wait until each client has called `leave`, said goodbye or been lost. Returns the clients that
+        did none of these within `timeout_s`, and the lost ones. From this call on `on_end` is not called."""
         self.on_end = None
         waiting = {*self._peers}
         with anyio.move_on_after(timeout_s, shield=True):
@@ -320,7 +320,7 @@ class LineServer(_End):
     def _receive(self, frames: list[zmq.Frame]) -> None:
         identity, head = bytes(frames[0].buffer), frames[1]
         if identity.startswith(b"\0"):
-            # From a connection that the client has replaced by another one. The client sends these messages again.
+            # zmq gives this identity to a connection that the client has replaced. The client repeats the messages on the new one.
             return
         peer, message = identity.decode(), orjson.loads(head.buffer)
         operation, session = message[:2]
@@ -328,15 +328,15 @@ class LineServer(_End):
             return self._on_hello(identity, int(head.get(zmq.SRCFD)), session, message[5])
         exchange = self._peers.get(peer)
         if exchange is None or exchange.session != session:
-            # Without an answer, a client whose connection never broke would wait for ever.
-            return self._dismiss(identity, session, self._has_given_up(peer))
+            # Refuse, because a client whose connection never broke would wait for ever without an answer.
+            return self._dismiss(identity, session, self._refusal(peer))
         if operation == BYE:
             self._end(exchange, None)
         else:
             exchange.receive(message, [frame.buffer for frame in frames[2:]])
 
     def _on_hello(self, identity: bytes, connection: int, session: str, hello: dict[str, Any]) -> None:
-        # Earlier events may be those of an earlier connection with the same descriptor, so they are read first.
+        # First read older events: they may be about an earlier connection with the same descriptor.
         self._read_events()
         peer = identity.decode()
         exchange = self._peers.get(peer)
@@ -344,23 +344,25 @@ class LineServer(_End):
             return self._dismiss(identity, session, f"{self.name} has another version of asyncrl; install one version")
         if exchange is None or exchange.session != session:
             if hello["again"]:
-                return self._dismiss(identity, session, self._has_given_up(peer))
+                return self._dismiss(identity, session, self._refusal(peer))
             if exchange is not None:
                 self._lose(exchange, "was replaced by another process of this name")
             transmit = lambda frames: self._send([identity, *frames])  # noqa: E731
             exchange = self._peers[peer] = Exchange(self.name, peer, session, self._handlers, transmit)
             self.machines[peer] = hello["machine"]
         exchange.connection, exchange.down_since = connection, None
-        before = self._greeted.get(connection)
+        # The earlier connection with this descriptor has ended.
+        earlier_peer = self._greeted.get(connection)
         self._greeted[connection] = peer
-        if before not in (None, peer) and before in self._peers:
-            self._set_down(self._peers[before])
-        exchange.send(WELCOME, header=self._session)
+        if earlier_peer not in (None, peer) and earlier_peer in self._peers:
+            self._set_down(self._peers[earlier_peer])
+        exchange.send(WELCOME, header=self._server_id)
         exchange.resend()
+        # This connection may have ended already.
         if connection not in self._connections:
             self._set_down(exchange)
 
-    def _has_given_up(self, peer: str) -> str:
+    def _refusal(self, peer: str) -> str:
         return f"{self.name} has given up {peer}, or another process has its name"
 
     def _dismiss(self, identity: bytes, session: str, reason: str) -> None:
@@ -373,13 +375,13 @@ class LineServer(_End):
             self._refusing = True
         elif event == zmq.EVENT_DISCONNECTED:
             address, peer = self._connections.pop(value, ""), self._greeted.pop(value, "")
-            # Warn only of a connection that was refused. A connection that broke may be that of a rank.
+            # Warn only about a refused connection. A connection that broke may be that of a rank.
             refused, self._refusing = self._refusing, False
             exchange = self._peers.get(peer)
             if exchange is not None and exchange.connection == value:
                 self._set_down(exchange)
-            # Read the HELLO that the peer may have sent before it was gone. Not earlier: the HELLO of a new connection with the
-            # same descriptor may follow.
+            # Read the HELLO that the peer may have sent before it disconnected. Read it only now, after the tables forgot the old
+            # connection, because the HELLO of a new connection with the same descriptor may come next.
             self._read()
             if refused and address and address not in self._refused:
                 self._refused.add(address)
@@ -389,7 +391,7 @@ class LineServer(_End):
                 )
                 logger.warning(text, self.name, address)
         elif event == 0:
-            # All events are read, so a descriptor that is still in the table has not been closed and used anew.
+            # All events are read, so no descriptor in this table was closed and reused for another connection.
             for descriptor, address in self._connections.items():
                 if not address:
                     self._connections[descriptor] = _peer_address(descriptor)
@@ -399,7 +401,7 @@ class LineServer(_End):
         self._end(exchange, lost)
 
     def _end(self, exchange: Exchange, lost: RankLost | None) -> None:
-        # Handlers of a peer that said goodbye end by themselves.
+        # After a goodbye the handlers of the peer's messages run to their end.
         exchange.end(lost or RankLost(f"{exchange.peer} has left {self.name}"), cancel=lost is not None)
         self._ended[exchange] = self._loop.create_task(exchange.wait_ended())
         self._ended[exchange].add_done_callback(lambda _: self._ended.pop(exchange))
@@ -413,10 +415,10 @@ class LineServer(_End):
 
 
 class LineClient(_End):
-    """Connects to a `LineServer`. `async with` waits for the connection, and closes it.
+    """A client's end: connects to one `LineServer`. `async with` waits for the connection, and closes it.
 
-    name: unique over the clients of a server ("rank 3"). server: name of the server, in error texts. on_end: called once if the
-    server is lost or has ended.
+    name: unique among the clients of the server ("rank 3"). server: name of the server in error texts. on_end: called once when
+    the server ends or is lost.
     """
 
     def __init__(
@@ -433,9 +435,9 @@ class LineClient(_End):
         self.address = address if "://" in address else f"tcp://{address}"
         self._server, self.on_end = server, on_end
         self._exchange = Exchange(name, server, secrets.token_hex(8), self._handlers, self._send)
-        self._server_session: str | None = None
-        self._welcomed: asyncio.Future[None] | None = None
-        self._probe: asyncio.Task[None] | None = None
+        self._server_id: str | None = None  # None before the first connection
+        self._welcomed: asyncio.Future[None] | None = None  # done at the first connection
+        self._probe: asyncio.Task[None] | None = None  # in `_check_ended`
 
     async def __aenter__(self) -> LineClient:
         """Errors: RankLost after `silence_s` without a connection."""
@@ -464,30 +466,30 @@ class LineClient(_End):
 
     async def ask(self, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> Answer:
         """Send a request and wait for its answer. A cancelled call cancels the handler, too. The buffers must not change before the
-        answer. Errors: the AsyncrlError of the handler, RankLost, LifecycleError after `aclose`."""
+        answer, or ever if the call is cancelled. Errors: those of the handler, RankLost, LifecycleError outside `async with`."""
         self._check_open(kind)
         return await self._exchange.ask(kind, header, buffers)
 
     async def tell(self, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> None:
-        """Send a message without an answer. Waits only while `WINDOW` messages are not handled. The buffers must never change.
-        Errors: RankLost, LifecycleError."""
+        """Send a message without waiting for its handler. Waits only while `WINDOW` messages are unanswered. The buffers must never
+        change, because they may be sent again. Errors: RankLost, LifecycleError."""
         self._check_open(kind)
         await self._exchange.tell(kind, header, buffers)
 
     def post(self, kind: str, header: Any = None) -> None:
-        """As `tell`, without a wait: for the undoing of a cancelled call. Does nothing if the server is lost."""
+        """As `tell`, without waiting: for a cancelled caller that undoes its request. Does nothing if the server is lost."""
         with contextlib.suppress(RankLost, LifecycleError):
             self._exchange.post(TELL, kind, header)
 
     async def leave(self, timeout_s: float) -> list[str]:
-        """Tell the server, before `aclose`, that it need not wait for this end. Returns an empty list. Calls `on_end` no more."""
+        """Call it before `aclose`: `LineServer.leave` waits for this call. Returns []. From this call on `on_end` is not called."""
         self.on_end = None
         with contextlib.suppress(RankLost, LifecycleError), anyio.move_on_after(timeout_s, shield=True):
             await self.ask(_LEAVE)
         return []
 
     def _check_open(self, kind: str) -> None:
-        if self._server_session is None and self._exchange.error is None:
+        if self._server_id is None and self._exchange.error is None:
             raise LifecycleError(f"{self.name} is not connected: send {kind!r} inside `async with`")
 
     def _exchanges(self) -> Iterable[Exchange]:
@@ -500,11 +502,11 @@ class LineClient(_End):
         if session != exchange.session:
             return
         if operation == BYE:
-            self._lose(exchange, f"refuses it: {header}" if header else "has ended")
+            self._lose(exchange, f"refuses this end: {header}" if header else "has ended")
         elif operation == WELCOME:
-            if self._server_session not in (None, header):
-                return self._lose(exchange, "was started anew")
-            self._server_session = header
+            if self._server_id not in (None, header):
+                return self._lose(exchange, "was restarted")
+            self._server_id = header
             exchange.down_since = None
             if self._welcomed is not None and not self._welcomed.done():
                 self._welcomed.set_result(None)
@@ -515,17 +517,17 @@ class LineClient(_End):
         if self._exchange.error is not None:
             return
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            again, machine = self._server_session is not None, socket.gethostname()
+            again, machine = self._server_id is not None, socket.gethostname()
             hello = {"protocol": _PROTOCOL, "again": again, "machine": machine}
             self._exchange.send(HELLO, header=hello)
             self._exchange.resend()
         elif event == zmq.EVENT_DISCONNECTED:
             self._set_down(self._exchange)
-        elif event == zmq.EVENT_CLOSED and self._server_session is not None and self._probe is None:
+        elif event == zmq.EVENT_CLOSED and self._server_id is not None and self._probe is None:
             self._probe = self._loop.create_task(self._check_ended())
 
     async def _check_ended(self) -> None:
-        """Lose the server without waiting for `silence_s` if its machine refuses a connection: the machine runs, the server not."""
+        """If the server's machine refuses a new connection, the server has ended. Lose it at once, not only after `silence_s`."""
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), 1.0)
@@ -541,7 +543,7 @@ class LineClient(_End):
         if exchange.error is not None:
             return
         lost = RankLost(f"{self.name} lost {self._server} at {self.address}, which {reason}; see its output")
-        if self._server_session is None:
+        if self._server_id is None:
             lost = RankLost(
                 f"{self.name} could not connect to {self._server} at {self.address}: {self._server} does not run there, or "
                 "has another ASYNCRL_SECRET"
@@ -554,7 +556,7 @@ class LineClient(_End):
 
 
 def _peer_address(descriptor: int) -> str:
-    """The address at the other end, without the port. Empty if zmq has closed the descriptor."""
+    """The IP address of the other end; "" if zmq has closed the descriptor."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             return str(connection.getpeername()[0])

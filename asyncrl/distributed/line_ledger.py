@@ -1,13 +1,12 @@
-"""The ledger of many ranks. The books are at rank 0 (`ledger.py`), and the other ranks ask for every transition over the line.
+"""The ledger of many ranks. Rank 0 has the books (`ledger.py`), and other ranks send rank 0 a request for every transition.
 
-    rank 0           [operation, rank, ...] --> LocalLedger --> [state of the books for the rank, result]
-    other ranks      the same request, as a message "ledger" of the line
-    the other ranks  ask "watch" again and again: the answer is the state after the next change. A rank that does not wait for a
-                     change asks once a second, for its watchdog. With roles it does not ask at all: rank 0 watches all groups
+    "ledger"   [operation, rank, arguments] --> [state of the books for this rank, result]. Rank 0 calls its `LocalLedger` itself
+    "watch"    --> the state after the next change. A rank asks again after each answer. While none of its tasks waits for a change,
+               the rank asks once a second, for its watchdog; or not at all if groups travel: then rank 0 watches all groups
 
 A rank keeps its own tickets and the newest state. So a question about its own groups needs no message.
 
-Operations that a rank has begun are completed, even if the calling task is cancelled. Only `admit` and `claim` are undone then.
+If the calling task is cancelled, `admit` and `claim` are undone, and every other operation is completed.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
     from ..telemetry.recorder import Recorder
 
 _SETTINGS = ("groups_per_step", "max_staleness", "late", "warmup", "by_rank")
-_EVERY_S = 1.0  # between two states for a rank that does not wait
-# The pause between two states of a rank is this time for each rank that asks. So the states take at most a tenth of rank 0's loop.
-_BETWEEN_S = 0.001
-# [number of the change, statistics, finished, due], then rank and ticket of the group that the open step waits for, or None.
-# The answer to an operation leaves that group out, because finding it takes longer than the operation.
+_IDLE_WATCH_S = 1.0  # between two "watch" of a rank that waits for no change
+# Rank 0 answers a "watch" after a pause: this time x number of asking ranks. So answers take at most a tenth of its loop.
+_PAUSE_PER_RANK_S = 0.001
+# [number of the change, statistics, finished, due], and in answers to "watch" also the group that the open step waits for, as
+# [rank, ticket] or None. Answers to operations omit this group, because finding it takes longer than an operation.
 State: TypeAlias = Sequence[Any]
 
 
@@ -44,15 +43,15 @@ class LedgerServer:
 
     def __init__(self, line: LineServer, books: Reservation) -> None:
         self.ledger = LocalLedger(books)
-        # Ranks whose last claim got no place, and whose next claim would get none.
+        # Ranks whose last claim was answered with WAIT, and that `notify_claimants` has not woken since.
         self._refused = set[int]()
-        # Per rank: set when a change removes the rank from `_refused`, cleared by the next state that the rank gets.
+        # Per rank: set when `notify_claimants` removes the rank from `_refused`; cleared by the next answer to its "watch".
         self._claimable = defaultdict[int, asyncio.Event](asyncio.Event)
         line.on("ledger", self._answer)
         line.on("watch", self._watch)
 
     def state(self, rank: int) -> State:
-        """What `rank` may know about the books."""
+        """The answer to a "watch" of `rank`."""
         first = self.ledger.books.first_live()
         return *self._counts(rank), None if first is None else (first.rank, _plain(first.ticket))
 
@@ -80,8 +79,8 @@ class LedgerServer:
             case "arrive", (ticket, sender):
                 return await ledger.arrive(Ticket(*ticket), sender, rank)
             case "end", (ticket, outcome):
-                # A group that travels may have arrived at another rank, and may have a place there.
-                if not ledger.books.trainers or ledger.has(Ticket(*ticket), rank):
+                # A group that has travelled to another rank may have a place there, so this rank must not end the group.
+                if not ledger.books.trainers or ledger.may_end(Ticket(*ticket), rank):
                     await ledger.end(Ticket(*ticket), outcome, "")
             case "commit", (turn,):
                 if ledger.turn == turn:
@@ -103,7 +102,7 @@ class LedgerServer:
         return None
 
     def undo(self, operation: str, rank: int, *arguments: Any) -> None:
-        """`withdraw` undoes an `admit`, `unclaim` undoes a `claim`, after their caller was cancelled. Other operations: nothing."""
+        """`withdraw` undoes an `admit` whose caller was cancelled, and `unclaim` such a `claim`. Ignores other operations."""
         match operation, arguments:
             case "withdraw", (group_id,):
                 self.ledger.withdraw(group_id, rank)
@@ -118,15 +117,15 @@ class LedgerServer:
     async def _watch(self, peer: str, request: Sequence[int], buffers: object) -> tuple[State, tuple[()]]:
         rank, seen = request
         await self.ledger.wait_changed(seen)
-        # Ranks that only generate ask at the end of a run, and must not delay the claims of ranks that train.
+        # Ranks that do not train ask only at the end of a run. So they do not count in the pause of a rank that trains and claims.
         trainers = self.ledger.books.trainers
-        with anyio.move_on_after(_BETWEEN_S * (len(trainers) if rank in trainers else self.ledger.books.ranks)):
+        with anyio.move_on_after(_PAUSE_PER_RANK_S * (len(trainers) if rank in trainers else self.ledger.books.ranks)):
             await self._claimable[rank].wait()
         self._claimable[rank].clear()
         return self.state(rank), ()
 
     def notify_claimants(self) -> None:
-        """After a change: send a state at once to the refused ranks whose next claim succeeds or finds the step full."""
+        """After a change: end the pause of all refused ranks if the step is full, else (`trainers`) of those that get a place."""
         books = self.ledger.books
         if self._refused:
             for rank in self._refused.intersection(self._refused if books.step_complete() else books.claimants()):
@@ -137,8 +136,8 @@ class LedgerServer:
 class LineLedger:
     """A `ports.Ledger` like `LocalLedger`, for many ranks. Every rank must use the same settings. `async with` is required.
 
-    line: the server of rank 0, or this rank's client of that server. books: rank 0 goes on with these books, other ranks use only
-    their settings. The constructor registers the handlers, so rank 0 must make its ledger before other ranks can connect.
+    line: the server of rank 0, or this rank's client of that server. books: those of rank 0; other ranks read only the settings
+    and the turn in theirs. The constructor registers the handlers, so rank 0 must make its ledger before other ranks can connect.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class LineLedger:
         recorder: Recorder | None = None,
         follows: bool = False,
     ) -> None:
-        """`follows`: this rank commits steps whose groups are at another rank."""
+        """`follows`: this rank trains groups that are at another rank, its leader (`roles.py`)."""
         self._line, self._rank, self._recorder = line, rank, recorder
         self._settings = [getattr(books, name) for name in _SETTINGS]
         # Steps that this rank has committed. Another rank may have committed one more.
@@ -158,19 +157,20 @@ class LineLedger:
         self._travels = bool(books.trainers)
         self._trains = follows or not books.trainers or rank in books.trainers
         self._live: dict[int, Ticket] = {}  # groups of this rank without a place
-        # Groups of this rank in the step that this rank has not committed.
-        self._open: dict[int, Ticket] = {}
+        # Groups of this rank with a place in the step that this rank commits next.
+        self._placed: dict[int, Ticket] = {}
         self._server = LedgerServer(line, books) if isinstance(line, LineServer) else None
         self._changes = Changes()
         self._statistics = books.statistics()
         self._finished, self._due = False, 0
-        self._earliest: tuple[int, Ticket] | None = None  # rank and ticket of the next deadline
+        self._earliest: tuple[int, Ticket] | None = None  # (rank, ticket) of the group with the earliest deadline
         self._admit_lock = asyncio.Lock()  # this rank admits in the order of the calls
         self._admitting: asyncio.Future[Any] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._wanted = asyncio.Event()  # a task waits for a change
-        self._opened = self._closed = self._stale = False
-        self._lost: Exception | None = None
+        self._wanted = asyncio.Event()  # set: a task waits for a change
+        self._opened = self._closed = False
+        self._stale = False  # on rank 0: the books changed after `_refresh`
+        self._lost: Exception | None = None  # set by `lose`
         if self._server is not None:
             self._server.ledger.on_change = self._on_change
 
@@ -207,8 +207,8 @@ class LineLedger:
 
     @property
     def turn(self) -> int:
-        """The turn of this rank. The shared turn is one higher if another rank has committed the open step. A rank that only
-        generates has the shared turn."""
+        """The number of steps that this rank has committed. Another rank may have one more. On a rank that only generates, the
+        highest number of all ranks."""
         return self._turn if self._trains else self.statistics().turn
 
     @property
@@ -218,7 +218,7 @@ class LineLedger:
 
     @property
     def finished(self) -> bool:
-        """Every rank called `exhaust`, no rank has a group to train, and this rank committed every step."""
+        """Whether every rank called `exhaust`, no rank has a group to train, and this rank committed every step."""
         self._refresh()
         return self._finished and self.turn == self._statistics.turn
 
@@ -235,7 +235,7 @@ class LineLedger:
                 self._post("withdraw", group_id)
                 task = asyncio.current_task()
                 if task is not None and not task.cancelling():
-                    # `close` or `lose` cancelled the request, and nobody cancelled this task.
+                    # `close` or `lose` cancelled only the request, not this task: raise their error instead.
                     self._check_open("admit")
                 raise
             finally:
@@ -262,25 +262,23 @@ class LineLedger:
             return ClaimState[state], None
         ticket = Ticket(*granted)
         self._live.pop(ticket.group_id, None)
-        self._open[ticket.group_id] = ticket
+        self._placed[ticket.group_id] = ticket
         return ClaimState[state], ticket
 
     async def assign(self, ticket: Ticket, tokens: int) -> int:
-        """See `ports.Ledger.assign`. From now on the group is not in `live_groups` of this rank."""
+        """See `ports.Ledger.assign`. `live_groups` of this rank lacks the group from now on, unless it arrives here."""
         rank: int = await self._complete("assign", _plain(ticket), tokens)
         self._live.pop(ticket.group_id, None)
         return rank
 
     async def arrive(self, ticket: Ticket, sender: int) -> bool:
-        """See `ports.Ledger.arrive`. From now on the group is in `live_groups` of this rank."""
+        """See `ports.Ledger.arrive`. If True, the group is in `live_groups` of this rank from now on."""
         if kept := bool(await self._complete("arrive", _plain(ticket), sender)):
             self._live[ticket.group_id] = ticket
         return kept
 
     async def wait_changed(self, seen: int) -> int:
-        """See `ports.Ledger.wait_changed`; for changes by any rank.
-
-        Errors: LifecycleError if the ledger is closed, RankLost if a rank is lost."""
+        """As `ports.Ledger.wait_changed`, for changes by any rank. Errors: LifecycleError after `close`; the error of `lose`."""
         self._check_open("wait_changed")
         self._wanted.set()
         return await self._changes.wait(seen)
@@ -290,11 +288,11 @@ class LineLedger:
             while True:
                 if not self._changes.awaited:
                     self._wanted.clear()
-                    with anyio.move_on_after(None if self._travels else _EVERY_S):
+                    with anyio.move_on_after(None if self._travels else _IDLE_WATCH_S):
                         await self._wanted.wait()
                 state, _ = await line.ask("watch", [self._rank, self._changes.number])
                 self._set_state(state)
-                # Let the woken tasks run, so that `awaited` counts only tasks that wait again.
+                # Let the woken tasks run, so that `awaited` is true only if a task waits again.
                 await asyncio.sleep(0)
         except LifecycleError:
             # This rank closes its line.
@@ -309,21 +307,21 @@ class LineLedger:
             self._recorder.count(f"groups/{outcome}/{reason}")
 
     async def commit(self) -> int:
-        """See `ports.Ledger.commit`. Every rank that trains must commit each step once. The first commit raises the shared turn."""
+        """See `ports.Ledger.commit`. Every rank that trains must commit each step once. The first commit changes the books."""
         self._check_open("commit")
         await self._complete("commit", self._turn)
         return self._turn
 
     async def rollback(self) -> list[Ticket]:
         """See `ports.Ledger.rollback`. Only for the groups of this rank: every rank must roll back its own groups."""
-        return await self._complete("rollback")  # type: ignore[no-any-return]  # of its operation
+        return await self._complete("rollback")  # type: ignore[no-any-return]  # `run` made tickets
 
     async def release(self, turn: int) -> None:
         """See `ports.Ledger.release`, for the engines of this rank. The slots are free after the release of every rank."""
         await self._complete("release", turn)
 
     def lose_generator(self, rank: int) -> list[int]:
-        """On rank 0: a rank that only generates is lost. Returns the ids of its groups, for other ranks to play again."""
+        """On rank 0: a rank that only generates is lost. Returns the ids of its dropped groups, for other ranks to play again."""
         assert self._server is not None
         lost = self._server.ledger.lose_generator(rank)
         if self._recorder is not None and lost:
@@ -331,7 +329,7 @@ class LineLedger:
         return lost
 
     def loads(self) -> Counter[int]:
-        """On rank 0: rank -> its groups without a place."""
+        """On rank 0: rank -> number of its groups without a place."""
         assert self._server is not None
         entries = self._server.ledger.books.entries.values()
         return Counter(entry.rank for entry in entries if not entry.claimed)
@@ -345,20 +343,19 @@ class LineLedger:
         return [ticket for ticket in self._live.values() if ticket.deadline < self._statistics.turn]
 
     def live_groups(self, *, everywhere: bool = False) -> list[Ticket]:
-        """Groups of this rank that were admitted and not trained, by group id. On rank 0 `everywhere` adds other ranks' groups.
-
-        Groups of the open step are included until this rank commits, even if another rank has committed the step."""
-        live = self._live | self._open
+        """Groups of this rank that were admitted and that this rank has not committed, sorted by id, even if another rank has
+        committed their step. On rank 0 `everywhere` adds the groups of other ranks."""
+        live = self._live | self._placed
         if everywhere and self._server is not None:
             books = self._server.ledger.books
             live |= {group_id: entry.ticket for group_id, entry in books.entries.items()}
             if books.turn > self._turn:
-                # The slots of these groups are free already. Only the ids matter.
+                # The books no longer have these tickets. Only the ids matter.
                 live |= {group_id: Ticket(group_id, -1, -1) for group_id in books.last_step if group_id not in live}
         return [ticket for _, ticket in sorted(live.items())]
 
     def due(self) -> int:
-        """See `ports.Ledger.due`. After an `admit` the number includes the change of that call."""
+        """See `ports.Ledger.due`. After an `admit` the admitted group is no longer due."""
         self._refresh()
         return self._due
 
@@ -374,7 +371,6 @@ class LineLedger:
         return self._statistics
 
     def describe(self) -> str:
-        """One sentence for error messages: the open step, and the group for which the step waits."""
         s = self.statistics()
         unknown = "rank 0 knows the earliest deadline" if s.live else "no group is live"
         return describe_step(s, self._settings[0], self._earliest, unknown)
@@ -396,39 +392,40 @@ class LineLedger:
         return result
 
     async def _complete(self, operation: str, *arguments: Any) -> Any:
-        """Run an operation to its end, also if this task is cancelled."""
+        """Run an operation to its end, even if this task is cancelled."""
 
         async def run() -> Any:
             result = await self._request(operation, *arguments)
-            # Here, so that a cancellation of the caller cannot leave the answer without its effect on this rank.
+            # Update this rank's groups here, because a cancelled caller does not run on after the answer.
             if operation == "commit":
                 self._turn += 1
-                self._open.clear()
+                self._placed.clear()
             elif operation == "end":
                 self._live.pop(arguments[0][0], None)
             elif operation == "rollback":
                 result = [Ticket(*each) for each in result]
                 for ticket in result:
-                    if (mine := self._open.pop(ticket.group_id, None)) is not None:
+                    if (mine := self._placed.pop(ticket.group_id, None)) is not None:
                         self._live[mine.group_id] = mine
             return result
 
         request = asyncio.ensure_future(run())
         if (cancelled := await wait_shielded(request)) is not None:
             if not request.cancelled():
+                # Read the error, because asyncio logs errors that nobody reads.
                 request.exception()
             raise cancelled
         return request.result()
 
     def _post(self, operation: str, *arguments: Any) -> None:
-        """Start an operation, and do not wait for its result."""
+        """Start the undoing of an operation, without waiting for its end."""
         if self._server is not None:
             self._server.undo(operation, self._rank, *arguments)
         elif isinstance(self._line, LineClient):
             self._line.post("ledger", [operation, self._rank, *arguments])
 
     def _on_change(self) -> None:
-        """On rank 0: the books have changed."""
+        """On rank 0: called after each change of the books."""
         if not self._stale:
             self._stale = True
             # Read the books once for all changes of this iteration of the loop.
@@ -441,7 +438,7 @@ class LineLedger:
     def _refresh(self) -> None:
         if self._stale and self._server is not None:
             self._stale = False
-            # RuntimeError: another thread, which calls `describe`, found the books in the middle of a change.
+            # RuntimeError: another thread that calls `describe` found the books in the middle of a change.
             with contextlib.suppress(RuntimeError):
                 self._set_state(self._server.state(self._rank))
 

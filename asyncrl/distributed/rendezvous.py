@@ -1,13 +1,13 @@
-"""How the ranks of a run find each other: by torchrun's store, and by a secret that is not in the store.
+"""How the ranks of a run find each other: through torchrun's store. Each rank proves itself by a secret that is not in the store.
 
-    rank 0        sets in torchrun's store: "joined/0" = source of the secret; later "line/0" = address of the line
+    rank 0        sets in torchrun's store: "joined/0" = where the secret is; later "line/0" = address of the line
     other ranks   read "joined/0" and set "joined/RANK", then read "line/0" and connect to the line with the secret
 
-Every program can write into torchrun's store. Such a program can keep ranks from each other, but it cannot answer for rank 0, and
-it cannot read what travels over the line: it does not know the secret.
+Every program can write into torchrun's store, so another program can keep the ranks from meeting. But without the secret it can
+neither answer for rank 0 nor read the messages of the line.
 
-The secret is ASYNCRL_SECRET, if this variable is set. Else, on one machine, rank 0 draws a secret. A file that only this user may
-read holds the secret until all ranks have joined. On several machines the variable must be set.
+The secret is the value of ASYNCRL_SECRET. A run on several machines needs this variable. On one machine without it rank 0 draws a
+secret and writes it to a file that only this user may read. Rank 0 deletes the file when all ranks have joined.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RankInfo:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    # torchrun's count of restarts. Keys in the store contain this number, so that an attempt reads only its own keys.
+    # torchrun's count of restarts. Keys in the store contain this number, so that a restarted rank reads no earlier keys.
     restart: int = 0
 
     @property
@@ -56,34 +56,34 @@ class RankInfo:
 
 @dataclass(slots=True)
 class Rendezvous:
-    """What a rank has after `meet`. `notes`: lines for the user."""
+    """The result of `meet`. `notes`: lines for the user."""
 
     store: dist.Store  # torchrun's, with the keys of this attempt
-    secret: str  # of every line of the run
-    host: str  # where the servers of rank 0 listen
+    secret: str  # the secret of the run
+    host: str  # on rank 0: the address at which its servers listen
     timeout_s: float
     notes: list[str] = field(default_factory=list)
 
     def get(self, key: str, rank: int) -> str:
-        """The value that a rank has set. Blocks until then. Errors: RuntimeError after the timeout."""
+        """The value that `rank` has set for the key. Blocks until it is set. Errors: RuntimeError after the timeout."""
         self.wait_for(key, [rank])
         return self.store.get(f"{key}/{rank}").decode()
 
     def wait_for(self, key: str, ranks: Sequence[int]) -> None:
-        """Block until these ranks have set the key. Errors: RuntimeError after the timeout, in which no suspended time counts."""
+        """Block until these ranks have set the key. Errors: RuntimeError after `timeout_s` (suspended time does not count)."""
         deadline = awake.now() + self.timeout_s
         while not self.store.check([f"{key}/{rank}" for rank in ranks]):
             if awake.now() >= deadline:
                 missing = [rank for rank in ranks if not self.store.check([f"{key}/{rank}"])]
-                how = "join" if key == "joined" else f"announce the address of the {key}"
+                how = "join" if key == "joined" else f"announce the {key}"
                 raise RuntimeError(f"ranks {missing} did not {how} within {self.timeout_s:g} s; see their output")
             time.sleep(_POLL_S)
 
 
 def meet(info: RankInfo, timeout_s: float, environ: Mapping[str, str] | None = None) -> Rendezvous:
-    """Find the other ranks. Rank 0 blocks until all ranks have joined. The other ranks block until rank 0 has named the secret.
+    """Find the other ranks. Rank 0 blocks until all ranks have joined. The other ranks block until rank 0 has set "joined/0".
 
-    Errors: PlatformError. RuntimeError or OSError after `timeout_s`.
+    Errors: PlatformError for a missing, short or forged secret or a loopback MASTER_ADDR; RuntimeError, OSError after `timeout_s`.
     """
     secret = (os.environ if environ is None else environ).get(VARIABLE)
     if secret is not None or not info.one_machine:
@@ -131,9 +131,9 @@ def _join(info: RankInfo, met: Rendezvous) -> None:
 
 
 def _launcher_store(info: RankInfo, timeout: timedelta) -> dist.Store:
-    """torchrun's store. If torchrun hosts none, rank 0 must host a store at the launcher's port."""
+    """A client of torchrun's store. If torchrun hosts no store, rank 0 hosts one at MASTER_PORT."""
     if info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        # OSError: MASTER_ADDR is no address of this machine. Then torch's rendezvous opens a store below, at every address.
+        # OSError: MASTER_ADDR is no address of this machine. Then `dist.rendezvous` below opens a store at all addresses.
         with contextlib.suppress(OSError):
             return _listening_store(_own_address(info), info.master_port, timeout)
     store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
@@ -141,12 +141,12 @@ def _launcher_store(info: RankInfo, timeout: timedelta) -> dist.Store:
 
 
 def advertised(address: str, reachable: str) -> str:
-    """The address of a server for other machines. `reachable`: takes the place of 0.0.0.0."""
+    """`address` with `reachable` in place of 0.0.0.0, to which other machines cannot connect."""
     return address.replace(_EVERYWHERE, reachable)
 
 
 def _own_address(info: RankInfo) -> str:
-    """The address of MASTER_ADDR. Errors: PlatformError for a loopback address if there are several machines."""
+    """MASTER_ADDR; with several machines its IP address. Errors: PlatformError if this is a loopback address."""
     if info.one_machine:
         return info.master_addr
     address = str(socket.getaddrinfo(info.master_addr, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -159,7 +159,7 @@ def _own_address(info: RankInfo) -> str:
 
 
 def _listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens at this address alone. Errors: OSError if the address is not of this machine."""
+    """A store that listens only at `address`. Errors: OSError if the address is not of this machine."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -180,7 +180,7 @@ def _write_secret(secret: str) -> Path:
 
 
 def _read_secret(path: Path) -> str:
-    """The secret in a file. Errors: PlatformError unless only this user may read the file: every program could set the path."""
+    """The secret in a file. Errors: PlatformError unless only this user may read the file, because any program can set the path."""
     forged = PlatformError(
         f"torchrun's store names {path} as the file of the secret, which is no such file of this user: another program wrote "
         "the path; block other programs from the port of the store"

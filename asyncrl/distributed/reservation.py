@@ -1,57 +1,62 @@
-"""The reservation rule, as a plain state machine: no waiting, no I/O. The ledgers add waiting and sharing.
+"""The reservation rule: which groups may enter the run, and which step trains which group, so that no group is trained older than
+`max_staleness`. A plain state machine without waiting and I/O. The ledgers add waiting, and serve it to several ranks.
 
-Words. `k` groups per step, `m` max_staleness, `v` the turn (number of committed steps), `a` the acknowledged turn: the
-oldest policy that any engine may still sample from (`a <= v`). `release(t)` by a rank acknowledges
-`t + 1`, and `a` is the least over the ranks. `c` places of the open step are claimed; `live(d)` is the number of live
-groups (admitted, not yet claimed) with deadline `<= d`. A group occupies a slot from its admission until the release of
-its step, or until it is dropped or failed. `held` counts the slots of committed steps that are not released. All ranks
-together have `s = (m + 1) k` slots.
+Words
+  k, m      groups per step; max_staleness
+  v         the turn: the number of committed steps. The open step has the number v
+  a         the acknowledged turn: the oldest policy that any engine may still sample from (a <= v). A rank's `release(t)` says that
+            its engines have the weights of turn t + 1; `a` is the minimum over the ranks
+  c         claimed places of the open step. A step has k places
+  deadline  of a group: the last turn at which it may be trained
+  live(d)   number of live groups (admitted, not yet claimed) with a deadline <= d
+  slot      a group occupies a slot from its admission until the release of its step, or until it is dropped or failed. All ranks
+            together have s = (m + 1) k slots. `held` counts the slots of committed steps that are not released
 
-Rule. A new group gets the deadline `a + m`. Its tokens are sampled by `a` or later, so a group that is trained at its
-deadline or before is at most `m` turns old, counted from its oldest token and not only from its admission. A ready group
-with deadline `d` gets a place at turn `v` iff `c < k` and the invariant still holds afterwards:
+Rule. A new group gets the deadline `a + m`. Its tokens are sampled by policy `a` or later. So a group that is trained by its
+deadline is at most `m` turns old, counted from its oldest token. A ready group with deadline `d` may have a place at turn `v` iff
+`c < k` and the invariant I holds afterwards:
 
-    I(v, c):   for all j >= 0:   live(v + j) <= k (j + 1) - c        (the places left up to and including turn v + j)
+    I(v, c):   for all j >= 0:   live(v + j) <= k (j + 1) - c        (right side: the free places up to and including turn v + j)
 
 Proof that I always holds, by induction over the events.
   * admit: a free slot means `live + c + held + 1 <= s`, and `held = k (v - a)` if all steps were full. The new deadline
     is `a + m`: the conditions with `v + j < a + m` do not change, and for all others it suffices that
     `live + 1 <= k (a + m - v + 1) - c = s - k (v - a) - c`, which is the slot condition. If `v > a + m` then
-    `held >= k (m + 1) = s` and no slot is free. `admit` also checks I itself, because a step may not have been full, and
-    a group that was sampled elsewhere has another deadline.
+    `held >= k (m + 1) = s` and no slot is free. `admit` also checks I itself, because a committed step may have been partial,
+    and a group from outside the run has another deadline.
   * claim of a group with deadline `d`: for `v + j >= d` both sides fall by one; for `v + j < d` the rule checks I.
   * commit of a full step (`c = k`): I(v, k) at `j + 1` is literally I(v + 1, 0) at `j`, and at `j = 0` it says that no
     live group has a deadline `<= v`, so no group is too old. `commit` refuses a partial step after which I fails.
-  * rollback gives claimed groups back to `live`: for `v + j >= d` both sides grow by one, for others only the right.
-  * drop, fail and release only remove.
+  * rollback makes claimed groups live again: for `v + j >= d` both sides grow by one, for `v + j < d` only the right side.
+  * drop, fail and release only remove live groups or free slots.
 No dead end: if `c < k` and a group is live, the group with the earliest deadline may always claim (no group is live with
-an earlier deadline, and `c + 1 <= k`). So a step waits at most for the groups with the earliest deadlines, which already
-have slots. No group is dropped, and none is trained older than `m`.
+an earlier deadline, and `c + 1 <= k`). So a step waits only for the groups with the earliest deadlines, which already
+have slots. No group needs to be dropped, and none is trained older than `m`.
 
-Warm-up. While `a < warmup` only `k` slots are given out. So only the groups of step `a` are admitted, and they are trained
-at `a` with age 0. Fewer slots only make admissions rarer. `k` slots suffice for the open step if every turn below `warmup`
-is released (nothing is `held` at `v = a`): the publish pump must not skip a publish during the warm-up.
+Warm-up. While `a < warmup` only `k` slots are given out. So only the groups of step `a` are admitted, and they are trained at turn
+`a` with age 0. I still holds, because fewer slots only delay admissions. The publish pump must not skip a publish during the
+warm-up: a turn without a release keeps its slots `held`, and the open step needs all `k` slots.
 
-Shares (`by_rank`, for `m = 0`). Without shares, slots that come free together go to the rank that asks first, and two runs of one
-configuration train different steps. So a rank admits only the ordinals of the open step with `ordinal % ranks == rank`: all `k`
-slots are free when a step opens, and the shares add up to `k`, so no rank waits for the share of another. A dropped group is
-replaced by the next one of the same rank. Once one rank has no more prompts, all ranks take slots without shares.
+Shares (`by_rank`, for `m = 0`). Without shares, slots that become free together go to the rank that asks first, so two runs of one
+configuration may train different steps. So a rank admits only its share of the open step: the prompts with the numbers (ordinals)
+`n % ranks == rank`. No rank waits for another rank's share: all `k` slots are free after the release of the last step, and the
+shares add up to `k`. The same rank's next group replaces a dropped group. Once a rank has no more prompts, no rank has a share.
 
 Balance (`trainers`, if groups travel to training ranks). A scored group goes to the training rank with the fewest tokens of live
-and claimed groups, and is claimed only there. A rank waits with its next claim while another rank has fewer tokens in the open step
-and a group that may have a place. So two ranks with such groups differ by at most the tokens of one group. No rank waits for ever:
-among the ranks with such a group, the rank with the fewest tokens may always claim.
+and claimed groups (with `by_id`: to the rank of its id), and is claimed only there. A training rank waits before its next claim
+while another training rank has fewer tokens in the open step and a group that may have a place. So the tokens of two ranks with
+such groups differ by at most one group. No rank waits for ever: of these ranks, the one with the fewest tokens may always claim.
 
 Lost ranks. If a rank that only generates is lost, its live groups that have not arrived at a training rank are dropped, and `a`
-is the least over the other ranks. This only removes live groups and frees slots, so I holds. A group that has arrived is trained as
-any other. Messages of the lost rank that come later change nothing: `arrive` and `admit` refuse them.
+is the minimum over the other ranks. This only removes live groups and frees slots, so I holds. Arrived groups are trained as usual.
+Later messages of the lost rank change nothing: `arrive` and `admit` refuse them.
 
-Joining. A rank that joined the run counts from `begin` on, with the turn `t` of its weights, and `a` falls to `t` if `t < a`. The
-turns from `t` to `a` take back no slots, so only the check of I in `admit` bounds the next admissions. They have the deadline
-`t + m`, and `begin` refuses a `t` with `t + m < v`: no admission would be possible until the rank has newer weights.
+Joining. A rank that joins the run counts from `begin(t)` on, where `t` is the turn of its weights. If `t < a`, then `a` falls to
+`t`. The slots of released turns stay free, so a free slot no longer implies I: `admit` checks I for the next admissions, which have
+the deadline `t + m`. `begin` refuses a `t` with `t + m < v`, because all those admissions would be too old.
 
-With `late="drop"` groups claim without the rule, in the order in which they are ready. `expired()` lists the groups past
-their deadline, and the caller drops them.
+With `late="drop"` groups claim without this rule, in the order in which they are ready. `expired()` lists the groups past their
+deadline, and the caller drops them.
 """
 
 from __future__ import annotations
@@ -66,12 +71,12 @@ from ..errors import LedgerError, VersionAhead
 from ..types import LedgerStatistics, Ticket
 
 Late = Literal["wait", "drop"]
-# In place of the acknowledged turn of a rank without engines.
+# Takes the place of the acknowledged turn for a rank without engines: later than any turn.
 _NO_ENGINE = 1 << 60
 
 
 def first_by_deadline(tickets: Iterable[Ticket]) -> list[Ticket]:
-    """The first ticket of each deadline, in the order of `tickets`: if it may not have a place, no ticket of that deadline may."""
+    """The first ticket of each deadline, in the order of `tickets`. Only its deadline decides whether a ticket may have a place."""
     first = dict[int, Ticket]()
     for ticket in tickets:
         first.setdefault(ticket.deadline, ticket)
@@ -81,8 +86,8 @@ def first_by_deadline(tickets: Iterable[Ticket]) -> list[Ticket]:
 def describe_step(
     s: LedgerStatistics, places: int, first: tuple[int, Ticket] | None, unknown: str = "no group is live"
 ) -> str:
-    """One sentence for error messages. `places`: of a step. `first`: rank and ticket of the group with the earliest deadline; None:
-    the sentence ends with `unknown`."""
+    """One sentence for error messages. `places`: those of a full step. `first`: (rank, ticket) of the group with the earliest
+    deadline; None: the sentence ends with `unknown`."""
     waits = unknown
     if first is not None:
         rank, ticket = first
@@ -95,45 +100,45 @@ def describe_step(
 
 @dataclass(slots=True)
 class ReservedGroup:
-    """A group that holds a slot and is not trained yet. `rank` has the group: it admitted the group, or the group arrived there."""
+    """A live or claimed group. `rank`: the rank that has the group, because it admitted the group or the group arrived there."""
 
     ticket: Ticket
     rank: int = 0
     claimed: bool = False
-    # The training rank that gets the group, and the tokens of the group. -1: the group is not scored yet.
+    # The training rank that gets the group, -1 until the group is assigned; and the tokens of the group.
     trainer: int = -1
     tokens: int = 0
 
 
 @dataclass(slots=True)
 class Reservation:
-    """The ledger's books. Methods are transitions: each one checks everything before it changes anything."""
+    """The ledger's books. A method that raises has changed nothing."""
 
     groups_per_step: int
     max_staleness: int
     late: Late = "wait"
     turn: int = 0
     ranks: int = 1
-    warmup: int = 0  # below this turn: only the slots of one step
+    warmup: int = 0  # below this acknowledged turn: only `groups_per_step` slots
     by_rank: bool = False  # each rank has its share of every step
     # The training ranks that groups travel to. Empty: each group stays on the rank that admitted it.
     trainers: Sequence[int] = ()
-    # The id of a group chooses its training rank, as in a run whose groups stay on their ranks. False: the tokens choose the rank.
+    # How `assign` chooses the training rank of a group. True: by the group's id. False: the rank with the fewest tokens.
     by_id: bool = False
     entries: dict[int, ReservedGroup] = field(default_factory=dict)  # by group id, in admission order
-    held: dict[int, int] = field(default_factory=dict)  # turn -> slots of its step, until released
-    acknowledged: list[int] = field(default_factory=list)  # per rank: the turn whose weights its engines have
-    exhausted: list[bool] = field(default_factory=list)  # per rank: it will admit no more
+    held: dict[int, int] = field(default_factory=dict)  # committed turn -> its slots, until the release
+    acknowledged: list[int] = field(default_factory=list)  # per rank: the turn of its engines' weights
+    exhausted: list[bool] = field(default_factory=list)  # per rank: True once it admits no more groups
     last_step: dict[int, int] = field(default_factory=dict)  # group id -> rank, of the step that was committed last
-    claimed: int = 0
+    claimed: int = 0  # places of the open step
     admitted: int = 0
     trained: int = 0
     dropped: int = 0
     failed: int = 0
-    # The last result of `acknowledged_turn`, and the last rank with that turn: most calls look only at this rank.
+    # The minimum of `acknowledged`, and a rank with this value: an increase of another rank's value needs no new minimum.
     _acknowledged_turn: int = field(default=-1, init=False)
     _slowest: int = field(default=0, init=False)
-    # Derived from `entries` by `_count`, so that no transition looks at all entries. `_live`: deadline -> live groups by id.
+    # Derived from `entries` by `_count`, so that a claim need not visit all entries. `_live`: deadline -> live groups by id.
     _live: dict[int, dict[int, ReservedGroup]] = field(default_factory=dict, init=False)
     _assigned: Counter[int] = field(default_factory=Counter, init=False)  # training rank -> tokens of its groups
     _in_step: Counter[int] = field(default_factory=Counter, init=False)  # training rank -> tokens in the open step
@@ -148,9 +153,10 @@ class Reservation:
             self._count(entry, 1)
 
     def _count(self, entry: ReservedGroup, by: int) -> None:
-        """Add the group to the derived counts (1), or remove it (-1). Change an entry only in `_changing`."""
+        """Add the group to the derived counts (by=1), or remove it (by=-1). Change an entry only inside `_changing`."""
         deadline, group_id = entry.ticket.deadline, entry.ticket.group_id
-        tables = self._live, self._arrived.get(entry.rank if entry.rank == entry.trainer else -1)
+        has_arrived = entry.rank == entry.trainer
+        tables = self._live, self._arrived.get(entry.rank if has_arrived else -1)
         for table in () if entry.claimed else tables:
             if table is not None and by > 0:
                 table.setdefault(deadline, {})[group_id] = entry
@@ -171,28 +177,27 @@ class Reservation:
         self._count(self.entries.pop(entry.ticket.group_id), -1)
 
     def set_generating(self, ranks: Sequence[int]) -> None:
-        """Only these ranks admit groups and have engines."""
+        """Set the ranks that admit groups and have engines."""
         for rank in set(range(self.ranks)).difference(ranks):
             self.acknowledged[rank] = _NO_ENGINE
-            # Without any rank that generates, the run must not end before a node joins.
+            # If no rank generates, no rank counts as exhausted: the run must not end before a node joins.
             self.exhausted[rank] = bool(ranks)
 
     def has_engine(self, rank: int) -> bool:
-        """False for a rank that only trains, and for a lost rank."""
+        """False for a rank that only trains, has not begun or is lost."""
         return rank < len(self.acknowledged) and self.acknowledged[rank] != _NO_ENGINE
 
     def begin(self, turn: int, rank: int) -> bool:
-        """A rank that joined the run generates from now on. Its engines have the weights of the turns below `turn`. False: these
-        weights are too old for a group that is admitted now, so the rank needs newer weights first."""
+        """A rank that joined the run generates from now on, with the weights of `turn`. Returns False if a group that is admitted
+        with these weights would be too old: the rank needs newer weights first."""
         if turn + self.max_staleness < self.turn:
             return False
         missing = rank + 1 - len(self.acknowledged)
-        # Ranks with lower numbers may join after this one.
+        # Ranks with lower numbers may begin after this rank.
         self.acknowledged += [_NO_ENGINE] * missing
         self.exhausted += [True] * missing
         self.acknowledged[rank], self._acknowledged_turn = turn, -1
-        # If the last rank with an engine was lost, `lose_generator` did not mark it as exhausted, so that the run went on. Now this
-        # rank goes on instead.
+        # While no rank had an engine, not all were marked as exhausted. This rank admits groups now: mark those without an engine.
         self.exhausted = [
             done or engine == _NO_ENGINE for done, engine in zip(self.exhausted, self.acknowledged, strict=True)
         ]
@@ -208,12 +213,11 @@ class Reservation:
 
     @property
     def slots_taken(self) -> int:
-        """Slots of live and claimed groups, and the `held` slots."""
+        """The number of slots of live and claimed groups, plus the `held` slots."""
         return len(self.entries) + sum(self.held.values())
 
     def acknowledged_turn(self) -> int:
-        """`a`: the oldest policy that an engine may still sample from."""
-        # The turn itself if no rank has an engine.
+        """`a`: the oldest policy that an engine may still sample from; `turn` if no rank has an engine."""
         if self.acknowledged[self._slowest] != self._acknowledged_turn:
             self._acknowledged_turn = min(self.acknowledged)
             self._slowest = len(self.acknowledged) - 1 - self.acknowledged[::-1].index(self._acknowledged_turn)
@@ -223,7 +227,7 @@ class Reservation:
         """Whether the invariant I holds after a group with this deadline is claimed, or (claim=False) admitted."""
         k, v, c = self.groups_per_step, self.turn, self.claimed
         live = 0
-        # Checking I at deadlines suffices: between deadlines `live` stays the same, and its bound grows.
+        # Check I only at deadlines: between deadlines `live` stays the same, and its bound grows.
         for d in sorted({*self._live, deadline}):
             live += len(self._live.get(d, ())) + (d == deadline and not claim)
             if claim and d >= deadline:
@@ -238,11 +242,11 @@ class Reservation:
         return [e.ticket for e in self.entries.values() if not e.claimed and e.ticket.deadline < self.turn]
 
     def finished(self) -> bool:
-        """Every rank is exhausted and no group is left to train."""
+        """Whether every rank is exhausted and no group is left to train."""
         return not self.entries and all(self.exhausted)
 
     def step_complete(self) -> bool:
-        """No further group can get a place in the open step: all places are claimed, or no group is live and none will come."""
+        """Whether the open step is full: all places claimed, or all remaining groups (at least one) claimed and no more to come."""
         if self.claimed == self.groups_per_step:
             return True
         return 0 < self.claimed == len(self.entries) and all(self.exhausted)
@@ -261,12 +265,11 @@ class Reservation:
         )
 
     def first_live(self) -> ReservedGroup | None:
-        """The live group with the earliest deadline: the open step waits for it. Of several, the one that has been
-        unchanged for longest."""
+        """The live group with the earliest deadline, for which the open step waits. Of several, the one unchanged for longest."""
         return next(iter(self._live[min(self._live)].values())) if self._live else None
 
     def due(self, rank: int) -> int | None:
-        """Groups of the open step that this rank has still to admit; None where ranks have no shares."""
+        """How many groups of its share of the open step `rank` has not admitted yet; None if ranks have no shares."""
         if not self.by_rank or any(self.exhausted):
             return None
         first = self.turn * self.groups_per_step
@@ -274,7 +277,7 @@ class Reservation:
         return share - sum(entry.rank == rank for entry in self.entries.values())
 
     def describe(self) -> str:
-        """One sentence for error messages and the watchdog: the open step, and what it waits for."""
+        """One sentence for error messages and the watchdog: the open step, and the group for which it waits."""
         first = self.first_live()
         return describe_step(
             self.statistics(), self.groups_per_step, None if first is None else (first.rank, first.ticket)
@@ -283,8 +286,8 @@ class Reservation:
     # -- transitions -----------------------------------------------------------------------------------------------
 
     def admit(self, group_id: int, oldest: int | None, rank: int = 0) -> tuple[bool, Ticket | None]:
-        """(decided, ticket). (False, None): not now, ask again after a change. (True, None): refused, because the group is too old,
-        or could be trained in time only if another group were dropped. `oldest`: see `ports.Ledger.admit`."""
+        """Returns (decided, ticket). (False, None): not now, call again after a change. (True, None): refused for ever, because the
+        group is too old, or would make another group too old. `oldest`: see `ports.Ledger.admit`."""
         if group_id in self.entries:
             raise LedgerError(f"group {group_id} was admitted twice")
         self._check_not_lost(rank)
@@ -320,7 +323,7 @@ class Reservation:
         self.admitted -= 1
 
     def assign(self, ticket: Ticket, tokens: int) -> int:
-        """The training rank that gets this scored group. A second call gives the same rank."""
+        """Choose and return the training rank that gets this scored group. A second call returns the same rank."""
         entry = self._live_entry(ticket)
         if entry.trainer < 0:
             with self._changing(entry):
@@ -330,7 +333,7 @@ class Reservation:
         return entry.trainer
 
     def arrive(self, ticket: Ticket, sender: int, rank: int) -> bool:
-        """The group of `sender` is at `rank` from now on. False if `sender` has no such group any more. A repeated call has
+        """Move the group from `sender` to `rank`. Returns False if `sender` no longer has the group. A repeated call has
         the same result. Errors: LedgerError if `sender` is lost."""
         self._check_not_lost(sender)
         entry = self.entries.get(ticket.group_id)
@@ -352,9 +355,9 @@ class Reservation:
         return deadline >= self.turn and (self.late == "drop" or self.fits(deadline, claim=True))
 
     def claim(self, ready: Iterable[Ticket], rank: int | None = None) -> Ticket | None:
-        """Give a place to the first ticket that may have one; None if none may. Tries the first ticket of each deadline, until one
-        gets the place. `rank`: the rank that trains the group, if another rank may have admitted it. Errors: LedgerError if a tried
-        ticket is not live."""
+        """Give a place to the first ticket that may have one, and return this ticket; None if none may, or if `rank` must wait for
+        another rank. Tries only the first ticket of each deadline. `rank`: the rank that trains the group; None: the rank that has
+        the group. Errors: LedgerError if a tried ticket is not live."""
         if self.claimed >= self.groups_per_step:
             return None
         # `rank` waits while another rank has fewer tokens in the open step and a group that may have a place.
@@ -371,19 +374,19 @@ class Reservation:
         return None
 
     def unclaim(self, entry: ReservedGroup) -> None:
-        """Take away the place that the group has in the open step."""
+        """Make a claimed group live again: it loses its place in the open step."""
         with self._changing(entry):
             entry.claimed = False
         self.claimed -= 1
 
     def end(self, ticket: Ticket, outcome: Literal["dropped", "failed"]) -> None:
-        """Remove a live group and free its slot. Errors: LedgerError for a group without a slot, or with a place."""
+        """Remove a live group and free its slot. Errors: LedgerError for a group that is not live."""
         self._remove(self._live_entry(ticket))
         self.dropped += outcome == "dropped"
         self.failed += outcome == "failed"
 
     def commit(self) -> int:
-        """Close the open step and return the next turn. Errors: LedgerError for a step without groups, and (`late="wait"`) for a
+        """Commit the open step and return the next turn. Errors: LedgerError for a step without groups, and (`late="wait"`) for a
         partial step after which a live group could not be trained in time."""
         if not self.claimed:
             raise LedgerError(f"an empty step was committed at turn {self.turn}: no group has a place in it")
@@ -406,7 +409,7 @@ class Reservation:
         return self.turn
 
     def rollback(self, rank: int | None = None) -> list[Ticket]:
-        """Make the claimed groups (of one rank, or of all) live again. Returns their tickets."""
+        """Make the claimed groups of `rank` live again; None: of all ranks. Returns their tickets."""
         tickets = []
         for entry in self.entries.values():
             if entry.claimed and rank in (None, entry.rank):
@@ -415,7 +418,7 @@ class Reservation:
         return tickets
 
     def release(self, turn: int, rank: int = 0) -> bool:
-        """This rank's engines have the weights that follow `turn`. True if slots came free: all engines have these weights."""
+        """The engines of `rank` have the weights of `turn + 1`. Returns whether slots became free."""
         if not self.has_engine(rank):
             return False
         if not self.acknowledged[rank] <= turn < self.turn:
@@ -433,15 +436,15 @@ class Reservation:
         return bool(released)
 
     def lose_generator(self, rank: int) -> list[int]:
-        """A rank that only generates is lost. Its groups that have not arrived at a training rank are dropped. No slot waits for
-        its engine any more. Returns the ids of the dropped groups, which may be admitted again."""
+        """A rank that only generates is lost. Drops its groups that have not arrived at a training rank. Slots no longer wait for
+        its `release`. Returns the ids of the dropped groups, which may be admitted again."""
         if not self.has_engine(rank):
             return []
         lost = [e.ticket for e in self.entries.values() if e.rank == rank and not e.claimed]
         for ticket in lost:
             self.end(ticket, "dropped")
         self.acknowledged[rank] = _NO_ENGINE
-        # If no rank can play the groups again, a last step without them must not begin.
+        # Exhausted, unless no rank is left to play these groups again: a last, partial step without them must not begin.
         self.exhausted[rank] |= any(map(self.has_engine, range(len(self.acknowledged))))
         self._free_slots()
         return [ticket.group_id for ticket in lost]

@@ -2,13 +2,13 @@
 
     {train: 2, generate: 6}                   ranks 0 and 1 train, ranks 2 to 7 generate
     {train: [0, 1], generate: [1, 2, 3]}      rank 1 does both
-    {train: 2, generate: 0}                   both ranks train; later nodes join and generate (`distributed.listen`)
+    {train: 2, generate: 0}                   both ranks train; nodes that join later generate (`distributed.listen`)
     absent                                    every rank does both
 
 With `distributed.context: n` the training ranks, in order, form sets of n *siblings*, which train each sequence together. Groups
 travel to the first rank of a set, its *leader*.
 
-Rank 0 always trains. It has the ledger and the prompt cursor of the run, and writes the files.
+Rank 0 always trains, because it writes the checkpoints. It also has the ledger and the prompt cursor of the run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Numbers of the ranks that train and of those that generate, ascending. A rank may be in both."""
+    """`train`: the ranks that train. `generate`: the ranks that generate. Both ascend, and a rank may be in both."""
 
     train: tuple[int, ...] = (0,)
     generate: tuple[int, ...] = (0,)
-    listens: bool = False  # nodes may join that only generate (`distributed.listen`)
-    context: int = 1  # training ranks of a set (`distributed.context`)
+    listens: bool = False  # nodes may join, and only generate (`distributed.listen`)
+    context: int = 1  # number of siblings in a set (`distributed.context`)
 
     @classmethod
     def resolve(cls, distributed: DistributedConfig, ranks: int) -> Roles:
@@ -88,7 +88,7 @@ class Roles:
 
     @staticmethod
     def ranks_named(distributed: DistributedConfig) -> int:
-        """The number of ranks for which the settings were written: one set of siblings if roles are left out."""
+        """The number of ranks that `distributed.roles` needs; without roles `distributed.context`, so one set of siblings."""
         setting, numbers = distributed.roles, [distributed.context - 1]
         for value in (setting.train, setting.generate):
             numbers += [value] if isinstance(value, int) else value or ()
@@ -96,13 +96,12 @@ class Roles:
 
     @property
     def differ(self) -> bool:
-        """Whether some rank only trains or only generates, shares sequences, or may join. If not, every rank does both, and groups
-        stay on their rank."""
+        """False: all ranks train and generate, each its own groups. True: some have one role, share sequences or may join later."""
         return self.listens or self.context > 1 or self.train != self.generate
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each set of siblings: all training ranks if none shares sequences."""
+        """The first rank of each set of siblings. If no ranks share sequences, all training ranks."""
         return self.train[:: self.context]
 
     @property
@@ -115,7 +114,7 @@ class Roles:
         return next((ranks for ranks in self.sets if rank in ranks), ())
 
     def shared(self, rank: int) -> str:
-        """For messages about a rank: the set of the rank, if the rank shares sequences."""
+        """For messages about a rank: a phrase that names its siblings; "" if the rank shares no sequences."""
         others = [other for other in self.siblings(rank) if other != rank]
         return f" ({_named([rank])} shares sequences with {_named(others)}: distributed.context)" if others else ""
 
@@ -158,7 +157,7 @@ def _check_list(name: str, given: tuple[int, ...], ranks: int) -> None:
 
 
 def _named(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`."""
+    """The ranks as text: `rank 3`, or `ranks 0-2, 5`."""
     if not (numbers := sorted(ranks)):
         return "no rank"
     firsts = [number for number in numbers if number - 1 not in numbers]

@@ -1,7 +1,7 @@
 """The rank of this process, and its collectives with all other ranks (collectives.py).
 
-All methods block and are for the lane. With one rank every collective is a no-op, and only `fsdp` needs a process group. If some
-ranks only generate, the collectives of `World.train` run over the training ranks, which have numbers of their own there.
+The methods block: call them on the lane, the thread of the device. With one rank every collective is a no-op, and only `fsdp` needs
+a process group. If some ranks only generate, `World.train` has the collectives over the training ranks, numbered from 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class World(RankInfo, Collectives):
     """The ranks of a run. `with world.open(device):` creates torch's process group, and its exit destroys the group."""
 
     roles: Roles = field(default_factory=Roles)  # `runtime/decided.py` sets it, before `open`
-    # Set on a node that joined a run. `open` is not called there: the node is the only rank of its own world.
+    # Set on a node that joined a run. Such a node is the only rank of its own world and does not call `open`.
     joined: JoinedRun | None = None
     ended_well: bool = False  # on a joined node: rank 0 ended the run without an error
     notes: list[str] = field(default_factory=list, repr=False)  # lines for the user, set by `open`
@@ -39,11 +39,11 @@ class World(RankInfo, Collectives):
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
     _train: Collectives | None = field(default=None, repr=False)  # set by `open` unless all ranks train
-    # Set by `open` with `distributed.context`: the set of this rank, and on a leader the leaders of all sets.
+    # Set by `open` with `distributed.context`: collectives over the siblings of this rank, and on a leader over all leaders.
     siblings: Collectives | None = field(default=None, init=False, repr=False)
     _leaders: Collectives | None = field(default=None, repr=False)
     _leave_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    _owner: ClassVar[World | None] = None  # the World that created the process group
+    _owner: ClassVar[World | None] = None  # the World whose `leave` destroys the process group
 
     def __post_init__(self) -> None:
         if not self.roles.differ:
@@ -91,12 +91,12 @@ class World(RankInfo, Collectives):
 
     @property
     def leads(self) -> bool:
-        """Whether groups are trained at this rank: it trains, and is the first of its siblings."""
+        """Whether this rank trains, and is the first of its siblings or has none. Only such a rank gets scored groups."""
         return self.rank in self.roles.leaders
 
     @property
     def follows(self) -> bool:
-        """Whether this rank trains what the leader of its siblings builds."""
+        """Whether this rank trains, and gets its batches from the leader of its siblings."""
         return self.trains and not self.leads
 
     @property
@@ -110,8 +110,8 @@ class World(RankInfo, Collectives):
 
     @property
     def train(self) -> Collectives:
-        """The collectives over the training ranks: those of this world if every rank trains. Errors: LifecycleError on a rank that
-        only generates, and before `open`."""
+        """The collectives over the training ranks; this world itself if all ranks train. Errors: LifecycleError on a rank that only
+        generates, and before `open`."""
         if self._all_train:
             return self
         if self._train is None:
@@ -124,17 +124,18 @@ class World(RankInfo, Collectives):
         """Wait for the other ranks, at most `timeout_s`, and create the process group: nccl on cuda, gloo elsewhere.
 
         No-op with one rank, unless `single_rank_group` is true: a sharded model needs a process group even with one rank.
-        Errors: LifecycleError if the world or the process group is open already. PlatformError if other ranks do not join.
+        Errors: LifecycleError if a World of this process has a process group already. PlatformError if other ranks do not join,
+        ConfigError if their roles differ.
         """
         if World._owner is not None and (single_rank_group or self.world_size > 1):
             raise LifecycleError(
                 "a Runtime of this process holds its process group; with several ranks or fsdp close that Runtime first"
             )
         self._opened = True
-        # torch's own handling of a failed nccl collective ends the process by SIGABRT, without a checkpoint.
+        # Off: torch's own handling of a failed nccl collective would end the process by SIGABRT, without a checkpoint.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         if self.world_size == 1:
-            # If the program has opened a process group, the run uses that group.
+            # If the program has already created a process group, use that group.
             if single_rank_group and not dist.is_initialized():
                 World._owner = self
                 self._init_group(dist.HashStore(), device)
@@ -145,7 +146,7 @@ class World(RankInfo, Collectives):
             self.notes += self._met.notes
             self._require_same_roles(self._met)
             self._met.store.set_timeout(_NO_TIMEOUT)
-            if self._closed:  # by another thread
+            if self._closed:  # another thread called `close`
                 raise RuntimeError("this rank was stopped while it waited for the others")
             self._init_group(dist.PrefixStore("group", self._met.store), device)
             self._make_groups()
@@ -156,7 +157,7 @@ class World(RankInfo, Collectives):
         return self
 
     def _require_same_roles(self, met: Rendezvous) -> None:
-        """Errors: ConfigError. Ranks with different roles would make different groups, and wait for each other."""
+        """Errors: ConfigError for ranks with different roles. They would create different process groups, and wait for ever."""
         met.store.set(f"roles/{self.rank}", str(self.roles))
         for rank in range(1, self.world_size) if self.is_first else [0]:
             if (theirs := met.get("roles", rank)) != str(self.roles):
@@ -167,7 +168,7 @@ class World(RankInfo, Collectives):
 
     @property
     def leaders(self) -> Collectives:
-        """The collectives over the leaders of all sets: `train` if no ranks share sequences."""
+        """On a leader: the collectives over the leaders of all sets of siblings; `train` if no ranks share sequences."""
         return self.train if self._leaders is None else self._leaders
 
     def _init_group(self, store: dist.Store, device: torch.device) -> None:
@@ -194,7 +195,7 @@ class World(RankInfo, Collectives):
         self._met = None
 
     def before_leaving(self, callback: Callable[[], None]) -> None:
-        """Register a callback of `leave` that deletes references to the process group. Otherwise its connections stay open."""
+        """Make `leave` call `callback`, which must delete references to the process group: a reference keeps connections open."""
         self._leave_callbacks.append(callback)
 
     def leave(self, *, failed: bool = True) -> None:
@@ -224,19 +225,19 @@ class World(RankInfo, Collectives):
 
     @property
     def secret(self) -> str:
-        """The secret of the run, for lines. Errors: PlatformError if a single rank, which nodes may join, has no secret."""
+        """The secret of the run, for its lines. Errors: PlatformError on a single rank with `listen` and without ASYNCRL_SECRET."""
         if self.joined is not None:
             return self.joined.secret
         return require_secret("distributed.listen is set") if self._met is None else self._met.secret
 
     @property
     def host(self) -> str:
-        """Where a server of rank 0 must listen."""
+        """On rank 0: the address at which its servers must listen."""
         assert self._met is not None, "before `open`, or a single rank"
         return self._met.host
 
     def announce_line(self, server: LineServer) -> None:
-        """For rank 0: tell the other ranks the address of the open server. Blocks."""
+        """For rank 0: announce the address of the open server to the other ranks. Blocks."""
         assert self._met is not None, "before `open`, or a single rank"
         self._met.store.set("line/0", advertised(server.address, self.master_addr))
 

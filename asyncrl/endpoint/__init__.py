@@ -1,4 +1,4 @@
-"""The policy as an HTTP endpoint that speaks the protocols of OpenAI and Anthropic, for agents that bring their own client.
+"""An HTTP endpoint where the policy answers in the protocols of OpenAI and Anthropic, for agents with a client of their own.
 
 Start reading in `endpoint.py`. Needs the extra `[http]`.
 """

@@ -1,17 +1,17 @@
-"""The endpoint of a run: HTTP routes over the sessions of its episodes, in the run's own event loop.
+"""The HTTP endpoint of a run: clients get replies of the policy from the sessions of episodes. It runs in the run's event loop.
 
     policy.base_url ──▶ Endpoint.open ──▶ (URL, key)
     client ──▶ http/server.py ──▶ keys.py: session ──▶ parameters.py: request ──▶ session.chat ──▶ replies.py: JSON or events
 
-The engine returns whole answers, so a streamed answer is sent when it is sampled. Until then comments in
-the stream keep the connection alive.
+The engine returns whole answers, so a streamed answer is sent in one piece after its last token. Until then comments in the stream
+keep the connection alive.
 
 Guarantees
-* a key reaches its own episode alone. The end of the episode cancels its requests, and later requests get 401;
-* a client that disconnects cancels its request, which leaves nothing in the trajectory;
-* an answer that was sampled and not delivered waits for a request with the same body: a client's retry gets that answer, and the
-  trajectory has it once. At the end of the episode the trajectory loses answers that no client got. After the delivery the same
-  body samples a new answer, unless the client's header `x-stainless-retry-count` marks a retry;
+* a key gives access to at most one episode. The end of the episode cancels its requests; later requests get status 401;
+* if a client disconnects, its request is cancelled. A choice that is not sampled yet leaves no tokens in the trajectory;
+* a sampled answer that was not delivered is kept for a retry. The next request with the same key, path and body gets this answer,
+  and the trajectory has it once. At the end of the episode, answers that no client got are removed from the trajectory;
+* after the delivery an equal request samples a new answer, unless its header `x-stainless-retry-count` says that it is a retry;
 * a parameter that has no effect is refused by its name, or is documented as ignored.
 """
 
@@ -43,20 +43,20 @@ from .parameters import Ask, ChatBody, CompletionsBody, GenerateBody, describe, 
 from .replies import chat_events, chat_reply, dumps, event, generate_reply, identifier, text_events, text_reply
 from .responses import ResponsesBody, responses_events, responses_reply
 
-# A conversation of a million tokens has about 5 MB.
+# Limit for one body. A conversation of a million tokens has about 5 MB.
 MOST_BODY_BYTES = 1 << 24
-# Limit for the bytes of all bodies together that are being received.
+# Limit for all bodies together that are being received.
 MOST_HELD_BYTES = 1 << 28
 MOST_CONNECTIONS = 4096
 # Limit for the open requests of one key.
 MOST_REQUESTS = 256
-KEEP_ALIVE_S = 10.0
+KEEP_ALIVE_S = 10.0  # between two comments in a stream
 # Time limit for a client to take a piece of an answer.
 SEND_S = 30.0
 # How many delivered answers of one key are kept for a late retry.
 _MOST_DELIVERED = 32
-_ANTHROPIC, _TOO_LONG = "/messages", "context_length_exceeded"
-# The error types of the two protocols by status; other statuses have the type of 400.
+_ANTHROPIC_PATH, _TOO_LONG = "/messages", "context_length_exceeded"
+# Status -> type of the error, in both protocols. Any other status has the type of 400.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _TYPES |= {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
 _REASONS = {
@@ -74,7 +74,7 @@ Count = Callable[[str, int], object]  # (name of a count, number to add)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route that samples tokens. `reply`: makes the JSON answer. `events`: makes the streamed answer."""
+    """A route that samples tokens. `reply`: makes the JSON answer. `events`: makes the streamed answer; None: no streams."""
 
     body: type[BaseModel]
     reply: Callable[[Ask, Sequence[ChatAnswer], str], dict[str, Any]]
@@ -85,13 +85,13 @@ ROUTES: Mapping[str, Route] = {
     "/chat/completions": Route(ChatBody, chat_reply, chat_events),
     "/completions": Route(CompletionsBody, text_reply, text_events),
     "/responses": Route(ResponsesBody, responses_reply, responses_events),
-    _ANTHROPIC: Route(MessagesBody, messages_reply, messages_events),
+    _ANTHROPIC_PATH: Route(MessagesBody, messages_reply, messages_events),
     "/inference/v1/generate": Route(GenerateBody, generate_reply),
 }
 
 
 class Endpoint:
-    """The runtime runs `serve`, and calls `open` and `end` for episodes."""
+    """The HTTP endpoint. The runtime runs `serve`, and calls `open` and `end` for episodes."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Endpoint:
         max_context: int,
         count: Count = lambda name, number: None,
     ) -> None:
-        """`untrained_session`: makes a session for a request of no episode. `max_context`: most tokens of request and reply."""
+        """`untrained_session`: makes a session for a request of no episode. `max_context`: most tokens of prompt and reply."""
         self._keys = EpisodeKeys(address)
         self._model, self._max_context, self._count, self._held_bytes = model, max_context, count, 0
         self._untrained_session = untrained_session
@@ -113,7 +113,7 @@ class Endpoint:
         self._server = HttpServer(self._keys, routes, refusal=self._refuse, connections=MOST_CONNECTIONS)
 
     async def serve(self) -> None:
-        """Answer requests until cancelled. Before the call connections wait in the kernel."""
+        """Answer requests until cancelled. Connections that were made earlier, after `open`, have waited in the kernel."""
         try:
             async with self._server:
                 await anyio.sleep_forever()
@@ -121,14 +121,14 @@ class Endpoint:
             self._server.stop_listening()
 
     def open(self, session: Session | None, branch: str = "") -> tuple[str, str]:
-        """(base URL, key) for requests of one branch of an episode; None: of no episode, which are not trained. Listens from the
-        first call on. Errors: ConfigError."""
+        """Returns (base URL, a new key) for the requests of one branch of an episode. `session` None: the requests belong to no
+        episode, and are not trained. The first call opens the port. Errors: ConfigError."""
         if not self._server.url:
             self._server.listen()
         return self._server.url, self._keys.issue(session, branch)
 
     def end(self, session: Session) -> None:
-        """End the keys of a session, and cancel their open requests."""
+        """Refuse the keys of a session from now on, and cancel their requests."""
         self._keys.end(session)
 
     async def _answer(self, path: str, route: Route, request: web.BaseRequest) -> web.StreamResponse:
@@ -149,7 +149,7 @@ class Endpoint:
                 raise
             finally:
                 opened.requests.discard(scope)
-        raise Refused(401, ENDED)
+        raise Refused(401, ENDED)  # `end` has cancelled the scope
 
     async def _receive(self, request: web.BaseRequest) -> bytearray:
         held = 0
@@ -162,7 +162,7 @@ class Endpoint:
                 raise Refused(429, "too many large requests are being received; try again later")
 
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise Refused(415, "the body has a Content-Encoding; send it as it is")
+            raise Refused(415, "the body has a Content-Encoding; send it uncompressed")
         try:
             return await receive(request, MOST_BODY_BYTES, count)
         finally:
@@ -174,7 +174,7 @@ class Endpoint:
             try:
                 parsed: Any = kind.model_validate(fields)
             except ValidationError:
-                # JSON has one kind of number: 5.0 is an integer, too.
+                # A client may write an integer as 5.0, because JSON has only one kind of number.
                 parsed = kind.model_validate(with_integers(fields))
             ask: Ask = parsed.ask(session.sampling)
         except (orjson.JSONDecodeError, RecursionError) as error:
@@ -187,12 +187,12 @@ class Endpoint:
     async def _deliver(
         self, route: Route, ask: Ask, request: web.BaseRequest, opened: OpenKey, session: Session, digest: bytes
     ) -> web.StreamResponse:
-        """Sample the missing choices, and send the answer. Choices that are not delivered are kept for a retry."""
+        """Send the answer. Sample only choices that an undelivered answer to an equal request lacks. Keep undelivered choices."""
         undelivered = opened.undelivered.get(digest)
         answers: Answers = undelivered.pop() if undelivered else {}
         delivered = opened.delivered.pop(digest, None)
         if not answers and delivered is not None and request.headers.get("x-stainless-retry-count", "0") != "0":
-            # The client says that it did not get an answer that seemed to be delivered.
+            # The header says that the client did not get the answer, although its delivery raised no error.
             answers = delivered
         if answers:
             self._count("endpoint/retries", 1)
@@ -230,7 +230,7 @@ class Endpoint:
                 await response.write(b": the answer is being sampled\n\n")
 
     async def _choices(self, ask: Ask, session: Session, opened: OpenKey, answers: Answers) -> list[ChatAnswer]:
-        """All choices in order. Samples those that `answers` lacks, and adds them to it. Errors: Refused."""
+        """All choices in order. Samples the choices that `answers` lacks, and adds them to `answers`. Errors: Refused."""
         branch = opened.branch
         opened.answering.append(answers)
         try:
@@ -266,13 +266,13 @@ class Endpoint:
         return [answers[number] for number in sorted(answers)]
 
     async def _top_tokens(self, ask: Ask, prompt_ids: Int32Array) -> Sequence[tuple[int, float]]:
-        """The most probable tokens behind the prompt, with their log-probs. Each is sampled greedily, with the tokens before it
-        banned, in a session that is not trained."""
+        """The most probable next tokens after the prompt, with their log-probs. Each comes from a greedy request that bans the more
+        probable tokens, in a session that is not trained."""
         found: dict[int, float] = {}
         sampling = SamplingParams(temperature=ask.sampling.temperature or 1.0, top_k=1, max_tokens=1)
         for _ in range(ask.top):
             banned = dict.fromkeys(found, -100.0)
-            # A session for each, because `rollout.max_turns` limits the requests of a session.
+            # A session for each token, because `rollout.max_turns` limits the requests of a session.
             generation = await self._untrained_session().sample(prompt_ids, replace(sampling, logit_bias=banned))
             token = int(generation.token_ids[0])
             if token in found:
@@ -293,7 +293,7 @@ class Endpoint:
 
 
 async def _send(request: web.BaseRequest, response: web.StreamResponse, data: bytes = b"") -> None:
-    """Send the rest of an answer. Errors: ConnectionError if the client has gone, or does not read."""
+    """Send an answer, or the end of a stream. Errors: ConnectionError if the client has gone, or does not read."""
     try:
         with anyio.fail_after(SEND_S):
             await response.prepare(request)
@@ -307,17 +307,17 @@ async def _send(request: web.BaseRequest, response: web.StreamResponse, data: by
 
 
 def _error(error: Refused, request: web.BaseRequest) -> dict[str, Any]:
-    """The error in the form of the path's protocol."""
+    """The error in the form of the path's protocol. `error.state`: a refused parameter, `_TOO_LONG`, or by default `refused`."""
     fields: dict[str, Any] = {"type": _TYPES.get(error.status, _TYPES[400]), "message": str(error)}
-    if request.path.endswith(_ANTHROPIC):
+    if request.path.endswith(_ANTHROPIC_PATH):
         return {"type": "error", "error": fields, "request_id": identifier("req")}
-    state = None if error.state == "refused" else error.state
-    code = state if state == _TOO_LONG else None
-    return {"error": fields | {"param": None if code else state, "code": code}}
+    detail = None if error.state == "refused" else error.state
+    code = detail if detail == _TOO_LONG else None
+    return {"error": fields | {"param": None if code else detail, "code": code}}
 
 
 def _openapi() -> dict[str, Any]:
-    """The OpenAPI document of the routes, made from the models that validate requests."""
+    """The OpenAPI document of the routes, made from the pydantic models that validate requests."""
     bodies = {path: route.body for path, route in ROUTES.items()}
     schemas, definitions = models_json_schema(
         [(body, "validation") for body in bodies.values()], ref_template="#/components/schemas/{model}"

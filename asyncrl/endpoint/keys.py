@@ -1,4 +1,4 @@
-"""Keys of the endpoint: one for each episode, or branch of an episode. A key names the session to which a request belongs."""
+"""API keys of the endpoint. A key belongs to an episode, to a branch of an episode, or to requests of no episode."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ Answers = dict[int, ChatAnswer]
 
 @dataclass(eq=False, slots=True)
 class OpenKey:
-    """A key that has not ended, and the answers to its requests."""
+    """A key whose episode has not ended, and the answers to its requests."""
 
     # None: the requests belong to no episode.
     session: Session | None
     branch: str
-    requests: set[anyio.CancelScope] = field(default_factory=set)
-    # Answers that are being sampled.
+    requests: set[anyio.CancelScope] = field(default_factory=set)  # scopes of the running requests
+    # Answers whose choices are being sampled.
     answering: list[Answers] = field(default_factory=list)
     # Sampled answers that no client got, by the digest of the request's path and body.
     undelivered: dict[bytes, list[Answers]] = field(default_factory=dict)
-    delivered: OrderedDict[bytes, Answers] = field(default_factory=OrderedDict)
+    delivered: OrderedDict[bytes, Answers] = field(default_factory=OrderedDict)  # sent answers, the oldest first
 
 
 class EpisodeKeys(Access):
-    """The keys, and the checks of each request."""
+    """The keys of a run, and the checks of each request."""
 
     names_setting = "endpoint.names"
 
@@ -56,14 +56,14 @@ class EpisodeKeys(Access):
         return f"{self.origin(port)}/v1"
 
     def issue(self, session: Session | None, branch: str = "") -> str:
-        """A new key for one branch of an episode. None: for requests of no episode."""
+        """A new key for one branch of an episode. `session` None: for requests of no episode."""
         self._issued += 1
         self._open[self._issued] = OpenKey(session, branch)
         return self._key(self._issued)
 
     def end(self, session: Session) -> None:
-        """Refuse the keys of a session from now on, cancel their open requests, and remove answers that no client got from the
-        session."""
+        """Refuse the keys of a session from now on, and cancel their running requests. The session forgets answers that no client
+        got."""
         for number, opened in [each for each in self._open.items() if each[1].session is session]:
             del self._open[number]
             for scope in list(opened.requests):
@@ -76,7 +76,7 @@ class EpisodeKeys(Access):
         return self.find(request)[1]
 
     def find(self, request: web.BaseRequest) -> tuple[OpenKey, str]:
-        """(the key, path without key and `/v1`). Errors: Refused."""
+        """(the `OpenKey` of the request, path without key and `/v1`). Errors: Refused."""
         for key, path in keys_of(request):
             number = self._number(key)
             if number is None:
@@ -96,7 +96,7 @@ class EpisodeKeys(Access):
         return f"asyncrl-{number}-{digest}"
 
     def _number(self, key: str) -> int | None:
-        """The number of a key that this object issued. Compares in constant time."""
+        """The number of a key that this object issued; None for any other text. Compares in constant time."""
         match = _KEY.fullmatch(key)
         if match is None:
             return None

@@ -103,7 +103,7 @@ class MessagesBody(Body):
 
 
 def _messages(message: _AnthropicMessage) -> Iterator[dict[str, Any]]:
-    """One message as messages in OpenAI's form. Each result of a tool becomes a message of its own."""
+    """One message of Anthropic's form as messages of OpenAI's form. Each result of a tool becomes a message of its own."""
     content: Any = message["content"]
     if isinstance(content, str):
         yield {"role": message["role"], "content": content}
@@ -153,7 +153,7 @@ def messages_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[
 
 
 def messages_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
-    """The answer as a stream of events, with one delta for each block."""
+    """The answer as a stream of events, with one delta event for each block."""
     reply = messages_reply(ask, choices, model)
     begun = reply | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield event({"type": "message_start", "message": begun}, "message_start")

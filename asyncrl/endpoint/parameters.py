@@ -1,6 +1,6 @@
-"""The parameters of each route. A parameter has its usual effect, unless its description says "Not supported" or "Ignored".
+"""The parameters of each route. They act as in the API of OpenAI, Anthropic or vLLM, unless a description says something else.
 
-The models validate bodies and make the OpenAPI document, so both say the same. No value is converted: "1" is not a number.
+These pydantic models validate bodies and make the OpenAPI document, so both agree. "1" is no number, but 5.0 may stand for 5.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_CHOICES = 64
 
 
 def ignored(why: str) -> Any:
-    """A parameter that takes any value and has no effect, by design."""
+    """A parameter that may have any value and has no effect."""
     return Field(None, description=f"Ignored: {why}")
 
 
@@ -29,33 +29,33 @@ def refused(why: str) -> Any:
 
 @dataclass
 class Ask:
-    """A request of any route, as `Session.chat` (`messages`) or `Session.sample` (`prompts`) takes it."""
+    """The parsed body of any route: the arguments for `Session.chat` (with `messages`) or `Session.sample` (with `prompts`)."""
 
     sampling: SamplingParams
     messages: Messages | None = None
     prompts: list[str | list[int]] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None  # None: the tools of the row
-    n: int = 1
+    n: int = 1  # choices for each prompt
     stream: bool = False
     usage: bool = False  # end a stream with a chunk about the usage
     logprobs: bool = False
     top: int = 0  # how many of the most probable first tokens to return
-    top_tokens: Sequence[tuple[int, float]] = ()  # these tokens with their log-probs
+    top_tokens: Sequence[tuple[int, float]] = ()  # these tokens with their log-probs; set after the sampling
     ids: bool = False  # return token ids
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))
 class Closed(TypedDict):
-    """An object that may have no further keys."""
+    """A JSON object for which further keys are an error."""
 
 
 @with_config(ConfigDict(extra="ignore", strict=True))
 class Loose(TypedDict):
-    """An object that may have further keys, such as `cache_control` or `annotations`, which are ignored."""
+    """A JSON object whose further keys, such as `cache_control` or `annotations`, are ignored."""
 
 
 class TextPart(Loose):
-    """A part of a content."""
+    """A text in the list of parts of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -99,7 +99,7 @@ def _equal(allowed: bool) -> AfterValidator:
     return AfterValidator(check)
 
 
-# `Literal` would take 0 for false.
+# Not `Literal[False]`, which would accept 0.
 OnlyTrue = Annotated[bool, _equal(True), WithJsonSchema({"const": True})]
 OnlyFalse = Annotated[bool, _equal(False), WithJsonSchema({"const": False})]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -123,7 +123,7 @@ class _StreamOptions(Loose):
 
 
 class PlainFormat(Loose):
-    """The only format of answers."""
+    """The format `text`, the only one that is supported."""
 
     type: Literal["text"]
 
@@ -151,7 +151,7 @@ _PLAIN += ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 class Body(BaseModel):
-    """Parameters that the routes have in common."""
+    """Parameters that the routes have in common. On vLLM's route they are in `sampling_params`, and some also outside of it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -167,7 +167,7 @@ class Body(BaseModel):
     service_tier: Any = ignored("all requests are served alike.")
 
     def _ask(self, defaults: SamplingParams, given: Mapping[str, Any], **further: Any) -> Ask:
-        """The request. `given`: parameters that have another name or type in `SamplingParams`. `further`: fields of `Ask`."""
+        """Makes the `Ask`. `given`: fields of `SamplingParams` that the body has in another form. `further`: fields of `Ask`."""
         sent = {name: getattr(self, name, None) for name in _PLAIN} | dict(given)
         named: dict[str, Any] = {name: value for name, value in sent.items() if value is not None}
         if "max_tokens" in named:
@@ -178,7 +178,7 @@ class Body(BaseModel):
 
 
 class OpenAiBody(Body):
-    """Further parameters that the routes of OpenAI have in common."""
+    """The parameters that OpenAI's routes have in common."""
 
     user: Any = ignored("the key names the episode.")
     store: Any = ignored("nothing is stored.")
@@ -187,7 +187,7 @@ class OpenAiBody(Body):
     prompt_cache_retention: Any = ignored("the cache of an episode's earlier requests is found by their tokens.")
 
 
-class PenaltiesBody(OpenAiBody):
+class SamplingBody(OpenAiBody):
     """Sampling parameters of OpenAI's chat and text completions, and of vLLM."""
 
     min_p: float | None = Field(None, ge=0, le=1)
@@ -202,10 +202,10 @@ class PenaltiesBody(OpenAiBody):
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     seed: None = refused(SEED)
     stream_options: _StreamOptions | None = None
-    skip_special_tokens: Any = ignored("the text has no control tokens; the token ids include them.")
+    skip_special_tokens: Any = ignored("the text keeps control tokens, but not one that ended the answer.")
 
     def _complete(self, defaults: SamplingParams, max_tokens: int | None, **further: Any) -> Ask:
-        """The request. `further`: fields of `Ask` that differ between these routes."""
+        """Makes the `Ask`. `further`: fields of `Ask` that differ between these routes."""
         given: dict[str, Any] = {
             "max_tokens": max_tokens,
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
@@ -217,13 +217,13 @@ class PenaltiesBody(OpenAiBody):
 
 
 def _check_top(top: int | None, info: Any) -> int | None:
-    # `info.data` has the fields of `ChatBody` above `top_logprobs`.
+    # `info.data` has the values of the fields that `ChatBody` declares before `top_logprobs`.
     if top and not (info.data.get("logprobs") and info.data.get("max_tokens") == 1):
         raise ValueError("above 0 it needs logprobs true and max_tokens 1")
     return top
 
 
-# JSON Schema of the rule that `_check_top` checks.
+# The rule of `_check_top` as JSON Schema.
 _TOP: Any = {
     "if": {"properties": {"top_logprobs": {"type": "integer", "minimum": 1}}, "required": ["top_logprobs"]},
     "then": {
@@ -233,7 +233,7 @@ _TOP: Any = {
 }
 
 
-class ChatBody(PenaltiesBody):
+class ChatBody(SamplingBody):
     """Parameters of `POST /v1/chat/completions`."""
 
     model_config = ConfigDict(json_schema_extra=_TOP)
@@ -243,9 +243,9 @@ class ChatBody(PenaltiesBody):
     tool_choice: Literal["auto", "none"] | None = TOOL_CHOICE
     parallel_tool_calls: OnlyTrue | None = Field(None, description="The policy may call any number of tools.")
     max_completion_tokens: int | None = TOKENS
-    logprobs: bool | None = Field(None, description="Log-probs of the sampled tokens, at the sampling temperature.")
+    logprobs: bool | None = Field(None, description="Log-probs of the sampled tokens, at the temperature (at 1 if 0).")
     top_logprobs: Annotated[int | None, AfterValidator(_check_top)] = Field(
-        None, ge=0, le=20, description="Above 0 only with max_tokens 1: measured by further requests."
+        None, ge=0, le=20, description="Above 0 only with logprobs and max_tokens 1: measured by further requests."
     )
     response_format: PlainFormat | None = Field(None, description=GRAMMAR)
     modalities: list[Literal["text"]] | None = None
@@ -268,7 +268,7 @@ Ids = Annotated[list[TokenId], Field(min_length=1)]
 Prompt = Annotated[str, Field(min_length=1)]
 
 
-class CompletionsBody(PenaltiesBody):
+class CompletionsBody(SamplingBody):
     """Parameters of `POST /v1/completions`."""
 
     prompt: Prompt | Ids | Annotated[list[Prompt | Ids], Field(min_length=1, max_length=MOST_CHOICES)]
@@ -284,8 +284,8 @@ class CompletionsBody(PenaltiesBody):
         return self._complete(defaults, self.max_tokens, prompts=prompts, logprobs=self.logprobs is not None)
 
 
-class GenerateParameters(PenaltiesBody):
-    """`sampling_params` of `GenerateBody`, as in vLLM."""
+class GenerateParameters(SamplingBody):
+    """The value of `sampling_params` in `GenerateBody`, as in vLLM."""
 
     logprobs: int | None = Field(None, ge=0, le=1, description="Log-probs of the sampled tokens are always returned.")
     stream: OnlyFalse | None = None
@@ -300,7 +300,7 @@ class GenerateParameters(PenaltiesBody):
 
 
 class GenerateBody(BaseModel):
-    """`POST /inference/v1/generate`: tokens in, tokens out, as vLLM's."""
+    """Parameters of `POST /inference/v1/generate`, vLLM's route with token ids as input and output."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -311,7 +311,7 @@ class GenerateBody(BaseModel):
     return_token_ids: Any = ignored("the answer always has token ids.")
     request_id: Any = ignored("the answer has an id of its own.")
     cache_salt: Any = ignored("an episode continues the cache of its own tokens.")
-    priority: Any = ignored("requests start in the order of their arrival.")
+    priority: Any = ignored("requests start by the deadlines of their groups, then by arrival.")
     features: None = refused("Not supported: models are trained on text alone.")
     content_parts: None = refused("Not supported: models are trained on text alone.")
 
@@ -321,8 +321,8 @@ class GenerateBody(BaseModel):
 
 
 def describe(error: ValidationError, body: type[BaseModel]) -> tuple[str, str]:
-    """(message, parameter) for the problem that lies deepest in the body."""
-    # A union has an error for each of its types. The type that fits best has the longest path.
+    """(message, name of the parameter) for the error whose place in the body has the longest path."""
+    # A union has an error for each of its types. The error of the type that fits best has the longest path.
     deepest = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
     path = [str(part) for part in deepest["loc"]]
     name = path[0] if path else "body"
@@ -339,7 +339,7 @@ def describe(error: ValidationError, body: type[BaseModel]) -> tuple[str, str]:
 
 
 def with_integers(value: Any) -> Any:
-    """The value with whole numbers as integers."""
+    """A copy of a JSON value in which floats without a fraction are integers."""
     if isinstance(value, dict):
         return {key: with_integers(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -348,10 +348,10 @@ def with_integers(value: Any) -> Any:
 
 
 def joined(content: Any) -> str:
-    """A content as one text. `content`: a text, or a list of parts."""
+    """The content of a message as one text. `content`: a text, or a list of parts."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def as_tools(functions: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Functions as tools in OpenAI's form."""
+    """The functions as tools in OpenAI's form. None stays None."""
     return functions and [{"type": "function", "function": function} for function in functions]

@@ -1,7 +1,7 @@
-"""Answers in the form of OpenAI's chat completions and completions, and of vLLM's generate route.
+"""Makes answers in the form of OpenAI's chat completions and completions, and of vLLM's generate route.
 
-Every answer has `policy_versions`, the version of each token as runs: `[[version, tokens], ...]`. An answer has `prompt_token_ids`,
-`token_ids` and log-probs if the request asks for them, and on the generate route always.
+Every answer has `policy_versions`, the policy versions of the tokens as runs: `[[version, number of tokens], ...]`. Answers of the
+generate route always have `prompt_token_ids`, `token_ids` and log-probs. Other answers have them if the request asks for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.types import ChatAnswer, FinishReason, Generation, Int32Array
 
 from .parameters import Ask
 
-_CONTENT = '{"token":"token_id:%d","token_id":%d,"logprob":%.9g,"bytes":null,"top_logprobs":[]}'
+_ENTRY = '{"token":"token_id:%d","token_id":%d,"logprob":%.9g,"bytes":null,"top_logprobs":[]}'  # of one token
 
 
 def finish_reason(answer: ChatAnswer) -> str:
@@ -29,35 +29,35 @@ def finish_reason(answer: ChatAnswer) -> str:
 
 
 def dumps(value: Any) -> bytes:
-    """JSON; arrays of numpy are lists."""
+    """The value as JSON. Numpy arrays become lists."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def event(value: Any, name: str = "") -> bytes:
-    """One event of a stream."""
+    """One server-sent event. `name`: the type of the event; empty: none."""
     return b"%sdata: %s\n\n" % (f"event: {name}\n".encode() if name else b"", dumps(value))
 
 
 def version_runs(generation: Generation) -> list[list[int]]:
-    """The policy version of each token, as runs [version, number of tokens]."""
+    """`policy_versions`, see the module docstring."""
     versions = generation.versions
     starts = np.flatnonzero(np.diff(versions, prepend=-2))
     return np.stack([versions[starts], np.diff(starts, append=versions.size)], axis=1).tolist()  # type: ignore[no-any-return]  # lists
 
 
 def logprob_content(choice: ChatAnswer, top: Sequence[tuple[int, float]] = ()) -> dict[str, Any]:
-    """`choices[i].logprobs`. Written as text, because a dictionary for each token costs the event loop milliseconds."""
+    """`choices[i].logprobs`. Written as JSON text, because a dictionary for each token costs the event loop milliseconds."""
     generation = choice.generation
     ids = generation.token_ids.tolist()
-    parts = list(map(_CONTENT.__mod__, zip(ids, ids, generation.logprobs.tolist(), strict=True)))
+    parts = list(map(_ENTRY.__mod__, zip(ids, ids, generation.logprobs.tolist(), strict=True)))
     if parts and top:
-        tops = ",".join(_CONTENT.replace(',"top_logprobs":[]', "") % (token, token, value) for token, value in top)
+        tops = ",".join(_ENTRY.replace(',"top_logprobs":[]', "") % (token, token, value) for token, value in top)
         parts[0] = parts[0].replace('"top_logprobs":[]', f'"top_logprobs":[{tops}]')
     return {"content": orjson.Fragment(f"[{','.join(parts)}]"), "refusal": None}
 
 
 def usage_of(choices: Sequence[ChatAnswer], prompts: Iterable[Int32Array]) -> dict[str, int]:
-    """`usage` in the words of chat completions."""
+    """The value of `usage`, as in chat completions. `prompts`: each prompt once."""
     prompt = sum(int(ids.size) for ids in prompts)
     completion = sum(int(choice.generation.token_ids.size) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -115,7 +115,7 @@ def _chunks(ask: Ask, reply: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def text_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
-    """The object `text_completion`. With several prompts each choice has the ids of its prompt."""
+    """The answer as the object `text_completion`. With several prompts, prompt ids (if asked for) are in each choice."""
     several = len(ask.prompts) > 1
     found = []
     for number, choice in enumerate(choices):
@@ -140,7 +140,7 @@ def text_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
 
 
 def text_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
-    """The object `text_completion` as a stream, a chunk for each choice."""
+    """The answer as a stream of `text_completion`, a chunk for each choice."""
     return _chunks(ask, text_reply(ask, choices, model))
 
 
@@ -165,6 +165,6 @@ def generate_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[
 
 
 def tokens_of(ask: Ask, choice: ChatAnswer) -> dict[str, Any]:
-    """The fields about tokens, for routes with one choice."""
+    """The fields about tokens of an answer that has exactly one choice."""
     fields: dict[str, Any] = {"prompt_token_ids": choice.prompt_ids, "token_logprobs": choice.generation.logprobs}
     return _shared(ask, choice) | (fields if ask.ids else {})

@@ -121,12 +121,12 @@ class ResponsesBody(OpenAiBody):
 
 
 def _messages(items: list[dict[str, Any]]) -> Messages:
-    """Items as messages. Reasoning, text and calls of one reply become one message, as the reply was."""
+    """Items as messages. The reasoning, text and calls of one reply are several items, and become one message again."""
     messages: Messages = []
     reply: dict[str, Any] | None = None
 
     def current(*taken: str) -> dict[str, Any]:
-        """The open reply, or a new one if the open one has any of the keys."""
+        """The message of the current reply; a new message if there is none, or if it has one of the keys `taken` already."""
         nonlocal reply
         if reply is None or any(reply.get(key) for key in taken):
             reply = {"role": "assistant", "content": ""}
@@ -183,7 +183,7 @@ def responses_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict
         "model": model,
         "output": output,
         "parallel_tool_calls": True,
-        # None leaves the choice of tools to the row.
+        # `ask.tools` None: the row may have tools.
         "tool_choice": "auto" if ask.tools or ask.tools is None else "none",
         "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in ask.tools or ()],
         "temperature": ask.sampling.temperature,
@@ -202,7 +202,7 @@ def responses_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict
 
 
 def responses_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
-    """The answer as a stream of events, with one delta for each part."""
+    """The answer as a stream of events, with one delta event for each part."""
     reply = responses_reply(ask, choices, model)
     begun = reply | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     for number, (name, fields) in enumerate(

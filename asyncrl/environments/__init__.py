@@ -1,4 +1,4 @@
-"""Environments play the episodes of a run. Environments know the engine only as the function `generate` of the `Environment` port.
+"""Environments play the episodes of a run. An environment reaches the engine only through the argument `generate` of its `run`.
 
-Start reading in `single_turn.py`, with one completion per prompt. `loading.py` finds the environment of a user.
+Start reading in `single_turn.py`, with one completion per prompt. `loading.py` loads the environment that the user configured.
 """

@@ -1,4 +1,4 @@
-"""Reads the tool calls in a reply. A call that cannot be read remains text.
+"""Reads the tool calls in the text of a reply. A call that cannot be read stays in the reply's content.
 
 | models | format |
 |---|---|
@@ -7,8 +7,8 @@
 | GLM | `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>` |
 | MiniMax | `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` |
 | LFM2 | `[NAME(KEY=VALUE)]` as in Python, between special tokens |
-| Gemma 4 | `call:NAME{KEY:VALUE}` between special tokens, with a special token as quotation mark |
-| Llama 3 | the whole reply is `{"name": ..., "parameters": {...}}`, perhaps behind `<\\|python_tag\\|>` |
+| Gemma 4 | `call:NAME{KEY:VALUE}` between special tokens, with special tokens as quotation marks |
+| Llama 3 | the whole reply is `{"name": ..., "parameters": {...}}`, perhaps after `<\\|python_tag\\|>` |
 | Mistral | `[TOOL_CALLS][{...}]` or `[TOOL_CALLS]NAME[ARGS]{...}` |
 | DeepSeek V3 and V3.1, Kimi K2 | special tokens around name and arguments |
 | gpt-oss | channels `analysis`, `commentary to=functions.NAME`, `final` |
@@ -55,33 +55,34 @@ _CHANNEL = re.compile(
     r"[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
     re.DOTALL,
 )
-# What a model writes around its calls. Removed if calls were read.
+# Tokens that a model writes around all its calls. They are removed if at least one call was read.
 _WRAPPERS = re.compile(
     r"<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>|<\|tool_calls_section_(?:begin|end)\|>|</?(?:minimax:tool_call|atem:function_calls)>"
 )
-# The beginning of a call that was not read.
+# The beginning of a call. A match in the content that remains after reading is a call that could not be read.
 _BEGUN = re.compile(
     r"<tool_call>|<(?:\w+:)?invoke name=|<\|tool_call(?:_start\|)?>|\[TOOL_CALLS\]|"
     r"<\uff5ctool\u2581call\u2581begin\uff5c>|<\|tool_call_begin\|>|<\|python_tag\|>"
 )
-Call = tuple[str, str]
+Call = tuple[str, str]  # (name, arguments as JSON text)
 
 
 def read_calls(text: str, tools: Sequence[Any]) -> tuple[str, str, list[Call], int]:
-    """(reasoning of channels, content, calls as (name, JSON of the arguments), number of calls that could not be read)."""
+    """(reasoning, content without the calls, calls, number of calls that could not be read). The reasoning is empty unless the
+    reply has channels (gpt-oss). `tools`: schemas of the tools that the model may call."""
     if "<|channel|>" in text:
         return _channels(text)
     calls: list[Call] = []
     content = text
-    # Formats are read one after the other, so only calls in the same format keep their order.
+    # Each pattern is searched in the whole text, so calls that match different patterns may change their order.
     for pattern, read in (
         (_BLOCK, lambda match: _from_block(match[1], tools)),
         (_INVOKE, lambda match: _from_block(match[0], tools)),
-        (_MISTRAL, lambda match: _named(match[1], match[2]) if match[1] else _from_json(match[2])),
-        (_DEEPSEEK, lambda match: _named(match[1], match[2])),
-        (_KIMI, lambda match: _named(match[1], match[2])),
+        (_MISTRAL, lambda match: _checked_call(match[1], match[2]) if match[1] else _from_json(match[2])),
+        (_DEEPSEEK, lambda match: _checked_call(match[1], match[2])),
+        (_KIMI, lambda match: _checked_call(match[1], match[2])),
         (_PYTHON, lambda match: _from_python(match[1])),
-        (_GEMMA, lambda match: _named(match[1], _quoted(match[2]))),
+        (_GEMMA, lambda match: _checked_call(match[1], _gemma_to_json(match[2]))),
     ):
 
         def take(match: re.Match[str], read: Any = read) -> str:
@@ -104,21 +105,21 @@ def _channels(text: str) -> tuple[str, str, list[Call], int]:
     thoughts: list[str] = []
     contents: list[str] = []
     calls: list[Call] = []
-    garbage = 0
+    unread = 0
     for message in _CHANNEL.finditer(text):
         name = message[1] or message[3]
         if name:
-            found = _named(name, message[4])
+            found = _checked_call(name, message[4])
             calls += found
-            garbage += not found
+            unread += not found
             contents += [] if found else [message[0]]
         else:
             (thoughts if message[2] == "analysis" else contents).append(message[4])
-    return "\n".join(thoughts).strip(), "".join(contents), calls, garbage
+    return "\n".join(thoughts).strip(), "".join(contents), calls, unread
 
 
 def _from_block(body: str, tools: Sequence[Any]) -> list[Call]:
-    """The calls in a block: calls in JSON, or one call with its arguments in tags."""
+    """The calls in a block: calls in JSON, or one call with its arguments in tags. None of them if one cannot be read."""
     if body.startswith(("{", "[")):
         return _from_json(body)
     function = _FUNCTION.fullmatch(body.strip())
@@ -126,24 +127,24 @@ def _from_block(body: str, tools: Sequence[Any]) -> list[Call]:
     if not re.fullmatch(r"[\w.-]+", name or ""):
         return []
     schema: Any = next((tool for tool in tools if name_of(tool) == name), {})
-    types = ((schema.get("function") or schema).get("parameters") or {}).get("properties") or {}
+    properties = ((schema.get("function") or schema).get("parameters") or {}).get("properties") or {}
     arguments = {}
     for match in _PARAMETER.finditer(function[3] if function else body):
         key, value = (match[1], match[2]) if match[1] is not None else (match[3].strip(), match[4])
-        is_text = isinstance(types.get(key), Mapping) and types[key].get("type") == "string"
+        is_text = isinstance(properties.get(key), Mapping) and properties[key].get("type") == "string"
         arguments[key] = value if is_text else _decoded(value, value)
-    return _named(name, json.dumps(arguments))
+    return _checked_call(name, json.dumps(arguments))
 
 
-def _from_json(text: Any) -> list[Call]:
-    value = _decoded(text, None) if isinstance(text, str) else text
+def _from_json(written: Any) -> list[Call]:
+    value = _decoded(written, None) if isinstance(written, str) else written
     calls = []
     for call in value if isinstance(value, list) else [value]:
         call = call.get("function", call) if isinstance(call, dict) else call
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return []
         arguments = call.get("arguments", call.get("parameters", {}))
-        found = _named(
+        found = _checked_call(
             call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         )
         if not found:
@@ -152,7 +153,8 @@ def _from_json(text: Any) -> list[Call]:
     return calls
 
 
-def _named(name: str, arguments: str) -> list[Call]:
+def _checked_call(name: str, arguments: str) -> list[Call]:
+    """One call. An empty list if the name is empty, or if the arguments are not a JSON object that UTF-8 can hold."""
     decoded = _decoded(arguments or "{}", None)
     if not isinstance(decoded, dict) or not name:
         return []
@@ -165,7 +167,7 @@ def _named(name: str, arguments: str) -> list[Call]:
 
 
 def _from_python(text: str) -> list[Call]:
-    """The calls in a list in Python's syntax. Arguments are literals, passed by name."""
+    """The calls in Python's syntax: one call or a list of calls. Arguments are literals, passed by name."""
     try:
         written = ast.parse(text, mode="eval").body
         found = written.elts if isinstance(written, ast.List) else [written]
@@ -174,14 +176,14 @@ def _from_python(text: str) -> list[Call]:
             if not isinstance(call, ast.Call):
                 return []
             arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-            calls += _named(ast.unparse(call.func), json.dumps(arguments))
+            calls += _checked_call(ast.unparse(call.func), json.dumps(arguments))
         return calls
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []
 
 
-def _quoted(text: str) -> str:
-    """Gemma's form of a mapping as JSON. Its keys have no quotes, and its strings are between special tokens."""
+def _gemma_to_json(text: str) -> str:
+    """The JSON text of a mapping in Gemma's form: keys have no quotes, and strings are between special tokens."""
     pieces = _QUOTED.split(text)
     # The pattern has one group, so every second piece is a string between special tokens.
     pieces[1::2] = [json.dumps(piece[5:-5], ensure_ascii=False) for piece in pieces[1::2]]
@@ -190,7 +192,7 @@ def _quoted(text: str) -> str:
 
 
 def _values(text: str) -> list[Any]:
-    """The JSON values of a text, separated by `;` or spaces; none if the text has anything else."""
+    """The JSON values of a text, separated by `;` or white space. An empty list if the text has anything else."""
     values, start = [], 0
     decoder = json.JSONDecoder()
     while start < len(text):
@@ -204,8 +206,8 @@ def _values(text: str) -> list[Any]:
 
 
 def _decoded(text: str, default: Any) -> Any:
-    """The value of a JSON text. `default` if the text is not valid JSON (NaN and Infinity are not) or is nested too deeply for a
-    template."""
+    """The value of a JSON text. `default` if the text is invalid JSON (NaN and Infinity are invalid), has half of a surrogate pair,
+    or is nested too deeply for a template."""
     try:
         value = json.loads(text, parse_constant=_refuse)
         check_json(value, "a call", written=False)
@@ -219,5 +221,5 @@ def _refuse(constant: str) -> None:
 
 
 def name_of(tool: Any) -> str:
-    """The name in a tool's schema, directly or under the key `function`."""
+    """The name in a tool's schema, directly or under the key `function`. An empty text if the schema is no mapping."""
     return str((tool.get("function") or tool).get("name")) if isinstance(tool, Mapping) else ""

@@ -1,13 +1,12 @@
-"""Conversations as token ids, and sampled ids as messages. A run has one `Chat`, made of its tokenizer and its chat template.
+"""Makes token ids of conversations, and messages of sampled ids, with the tokenizer and the chat template of a run (`Chat`).
 
     first request   messages ── template ──▶ text ──▶ ids
     next request    ids of the last request ‖ its sampled ids ‖ ids of the template's text for the new messages alone
     reply           sampled ids ──▶ text ──▶ content, reasoning_content, tool_calls
 
-The text for new messages is a difference: the template renders the whole conversation with a mark in place of the reply, and the
-text behind the mark follows the sampled tokens. So sampled tokens are never tokenized again. If the template writes the
-earlier messages differently now, `Chat.extend` returns None, and the whole conversation is rendered.
-Unless `data.control_tokens` is `text`, `data/tokenizing.py` encodes control tokens in messages and tools as plain text.
+Sampled ids are kept. To find the ids of new messages, the template renders the whole conversation with a mark in place of the last
+reply. Only the text after the mark is tokenized, and its ids are appended to the sampled ids. If the template now writes the
+earlier messages differently, `Chat.extend` returns None, and the session renders and tokenizes the whole conversation.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from asyncrl.types import FinishReason, Generation, Int32Array, Messages
 
 from .calls import name_of, read_calls
 
-# How many chats are kept for rows with template arguments. A new chat takes about 0.1 s with a large vocabulary.
+# Limit of `Chat._of_rows`. A new chat takes about 0.1 s with a large vocabulary.
 _MOST_ROW_CHATS = 64
-# Marks in place of a reply's content and reasoning. Unicode keeps these characters for private use, so no template writes them.
+# The marks in place of a reply's content and reasoning: private-use characters of Unicode, which no template writes.
 _CONTENT, _REASONING = "\ue002", "\ue003"
-# Characters at the end of a text, in which a thinking block is searched.
+# How many characters at the end of a text are searched for an empty thinking block.
 _TAIL = 100
-# At the end of a text. The same template may write an empty thinking block before a reply in one request, and none in the next.
+# An empty thinking block, closed or not. A template may write it before a reply in one request and omit it in the next request.
 _EMPTY_THINKING = re.compile(r"\s*(<(think|thinking)>\s*(</\2>\s*)?)?\Z")
 _THINKING = re.compile(r"\s*<(think|thinking)>(.*?)(?:</\1>|\Z)(.*)", re.DOTALL)
-# Matches if the prompt ends within a thought.
-_THINKS = re.compile(r"<(think|thinking)>(?!.*</\1>)", re.DOTALL)
+# A thinking tag that is not closed: the prompt ends within the thinking block.
+_OPEN_THINKING = re.compile(r"<(think|thinking)>(?!.*</\1>)", re.DOTALL)
 _TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -73,21 +72,21 @@ class RecordedTurn:
 
     messages: Messages  # of the request, as `normalise` returns them
     tools: list[Any]
-    prompt_ids: Int32Array  # [P] up to the first token of the reply
-    # Ends with the reply's last token. A reply and its continuation are one reply.
+    prompt_ids: Int32Array  # [P] before the first token of the reply
+    # The whole reply. If this request continued an earlier reply, `generation.token_ids` begins with the ids of that reply.
     generation: Generation
     reply: dict[str, Any]
 
 
 class Chat:
-    """The chat template of a run. Methods compute for up to milliseconds and do not wait."""
+    """The chat template of a run. The methods are synchronous. A call takes milliseconds, but `of_row` 0.1 s for new arguments."""
 
     def __init__(self, tokenizer: Any, config: DataConfig | None = None, *, recorder: Recorder | None = None) -> None:
         self.tokenizer = tokenizer
         self._config = config or DataConfig()
         self._encoder = PromptEncoder(tokenizer, self._config)
         self._arguments = dict(self._config.chat_template_kwargs)
-        # Schemas for requests that bring no tools.
+        # Schemas of tools for requests without tools of their own.
         self.tools: list[Any] = list(self._arguments.pop("tools", None) or ())
         # Makes the text of a reply, without the stop token or stop string that ended it.
         self.text = CompletionText(tokenizer, stop=False, arguments=self._arguments)
@@ -95,14 +94,14 @@ class Chat:
         self.has_template = getattr(tokenizer, "chat_template", None) is not None and self._config.template != "raw"
         self._recorder = recorder
         self._logged: set[str] = set()
-        self._of_rows: dict[str, Chat] = {}  # by the columns of the row
+        self._of_rows: dict[str, Chat] = {}  # copies, by the columns that `of_row` reads
         words = set(re.findall(r"\w+", str(getattr(tokenizer, "chat_template", None) or "")))
-        self._has_tools, self._has_calls = "tools" in words, "tool_calls" in words
+        self._template_has_tools, self._template_has_calls = "tools" in words, "tool_calls" in words
         self._reasoning_key = next((key for key in ("reasoning_content", "thinking") if key in words), None)
 
     def of_row(self, columns: Mapping[str, Any]) -> Chat:
-        """The chat of an episode. The columns `chat_template_kwargs` and `tools` override `data.chat_template_kwargs`, as for a
-        prompt without an agent. Errors: `DataError`."""
+        """The chat for the episodes of one row: `self`, unless the row has a column `chat_template_kwargs` or `tools`, which
+        overrides `data.chat_template_kwargs`. Errors: `DataError`."""
         given = {name: columns[name] for name in ("chat_template_kwargs", "tools") if columns.get(name) is not None}
         if not given:
             return self
@@ -129,24 +128,24 @@ class Chat:
         return decode(self.tokenizer, ids.tolist())
 
     def render(self, messages: Messages, tools: Sequence[Any] = ()) -> Int32Array:
-        """Token ids [P] of a conversation that `normalise` returned, up to the first sampled token.
+        """The prompt [P] for a conversation that `normalise` returned.
 
-        If the last message is the assistant's, the reply continues it. Errors: `DataError`."""
+        If the last message is the assistant's, the reply continues this message. Errors: `DataError`."""
         return np.array(self._encoder.tokenize(self._render(messages, tools)), np.int32)
 
     def extend(self, last: RecordedTurn, messages: Messages, tools: Sequence[Any] = ()) -> Int32Array | None:
-        """Token ids [P] of a conversation that begins with `last`: its tokens, then the new messages.
+        """The prompt [P] for a conversation that begins with `last`: the tokens of `last`, then those of the new messages.
 
-        `messages`: the whole conversation. None if the template writes its beginning differently now. Errors: `DataError`."""
-        ids, begun = last.generation.token_ids, len(last.messages) + 1
+        `messages`: the whole conversation. None if the template now refuses `last` or alters its text. Errors: `DataError`."""
+        ids, recorded = last.generation.token_ids, len(last.messages) + 1
         ended = self.has_ended(last.generation)
-        if begun == len(messages):
-            # The reply continues, so its end token is left out.
+        if recorded == len(messages):
+            # The new reply continues the reply of `last`, whose end token is left out.
             return np.concatenate([last.prompt_ids, ids[: ids.size - ended]]).astype(np.int32)
         before = self._render(last.messages, last.tools)
         for marked in self._marked(last.reply, ended):
             try:
-                text = self._render([*messages[: begun - 1], marked, *messages[begun:]], tools, strict=True)
+                text = self._render([*messages[: recorded - 1], marked, *messages[recorded:]], tools, strict=True)
             except DataError:
                 # The template refuses this form of the reply, such as results of tools without their calls.
                 continue
@@ -157,23 +156,23 @@ class Chat:
                 or (marked["content"] and _CONTENT not in marks)
             ):
                 continue
-            # The template leaves out the reasoning of earlier replies.
+            # The template leaves out the reasoning of earlier replies, but the sampled tokens contain it.
             if "reasoning_content" in marked and _REASONING not in marks:
                 return None
-            # The text before the marks must be the text of `last`. If the reply has no reasoning, empty thinking may differ.
+            # The text before the marks must begin with the prompt of `last`. Without reasoning, ignore empty thinking blocks.
             start = text.index(marks[0])
             is_bare = "reasoning_content" not in marked
             equal = is_bare and _without_thinking(text[:start]) == _without_thinking(before)
             if not equal and not text[:start].startswith(before):
                 return None
-            # A reply that was cut off within its reasoning gets the text that the template writes behind the reasoning.
+            # A reply that was cut off within its reasoning also gets the text that the template writes after the reasoning.
             cut = (
                 not ended and marks[0] == _REASONING and not last.reply["content"] and not last.reply.get("tool_calls")
             )
-            behind = text.partition(marks[0] if cut else marks[-1])[2].replace(_CONTENT, "")
+            after = text.partition(marks[0] if cut else marks[-1])[2].replace(_CONTENT, "")
             if ended:
-                behind = self._behind_end(behind, int(ids[-1]))
-            tail = self._encoder.tokenize(behind, inside=True)
+                after = self._after_end(after, int(ids[-1]))
+            tail = self._encoder.tokenize(after, inside=True)
             return np.concatenate([last.prompt_ids, ids, np.array(tail, np.int32)]).astype(np.int32)
         return None
 
@@ -182,20 +181,20 @@ class Chat:
     ) -> dict[str, Any]:
         """The reply as a message of OpenAI's form. Arguments of tool calls are JSON texts.
 
-        A call that cannot be read remains in `content`, and is counted. Without `tools` no calls are read."""
+        An unreadable call stays in `content` and is counted. Without `tools` no calls are read. `call_id`: prefix of call ids."""
         text = self.text(generation)
         opening = self.text.opening(prompt_ids) if self._reasoning_key or "<think" in self.text.turn.opening else ""
         message: dict[str, Any] = {"role": "assistant"}
-        if thought := _THINKING.fullmatch(f"<think>{text}" if _THINKS.search(opening) else text):
+        if thought := _THINKING.fullmatch(f"<think>{text}" if _OPEN_THINKING.search(opening) else text):
             message["reasoning_content"], text = thought[2].strip(), thought[3]
         calls: list[tuple[str, str]] = []
         if tools:
             self._check_calls(tools)
-            thinking, text, calls, garbage = read_calls(text, tools)
+            thinking, text, calls, unread = read_calls(text, tools)
             if thinking:
                 message["reasoning_content"] = thinking
-            if garbage and self._recorder is not None:
-                self._recorder.count("rollout/unreadable_calls", garbage)
+            if unread and self._recorder is not None:
+                self._recorder.count("rollout/unreadable_calls", unread)
         message["content"] = text.strip() if calls or thought else text
         if calls:
             message["tool_calls"] = [
@@ -205,7 +204,7 @@ class Chat:
         return message
 
     def count_fork(self, cause: str) -> None:
-        """Count a conversation whose beginning is rendered again, and log the first of each cause: messages, tools or template."""
+        """Count a conversation that is rendered again from its beginning, and log the first one of each cause (`_FORKS`)."""
         if self._recorder is not None:
             self._recorder.count(f"rollout/forks/{cause}")
         if cause not in self._logged:
@@ -213,7 +212,7 @@ class Chat:
             logger.warning("a conversation is rendered again from its beginning: %s", _FORKS[cause])
 
     def _check_calls(self, tools: Sequence[Any]) -> None:
-        """Warn, at the first call, if `read_calls` cannot read the form in which the template writes calls of tools."""
+        """Warn, once for a run, if `read_calls` cannot read the form in which the template writes tool calls."""
         if "calls" in self._logged:
             return
         self._logged.add("calls")
@@ -233,13 +232,13 @@ class Chat:
             )
 
     def has_ended(self, generation: Generation) -> bool:
-        """Whether the last token of the reply is the token that ended it."""
+        """Whether a special token ended the reply. It is then the last token of the reply."""
         ids = generation.token_ids
         stopped = generation.finish_reason is FinishReason.STOP and generation.stop is None
         return bool(stopped and ids.size and int(ids[-1]) in self._special)
 
-    def _behind_end(self, text: str, end: int) -> str:
-        """The text behind the token `end`, or behind the first control token if the template ends replies differently."""
+    def _after_end(self, text: str, end: int) -> str:
+        """The text after the token `end`. If the text lacks `end`: after the first control token, or all of the text."""
         for token in (self.tokenizer.convert_ids_to_tokens(end), None):
             texts = [token] if token else [self.tokenizer.convert_ids_to_tokens(each) for each in self._special]
             found = re.search("|".join(re.escape(each) for each in sorted(texts, key=len, reverse=True)), text)
@@ -248,8 +247,8 @@ class Chat:
         return text
 
     def _marked(self, reply: Mapping[str, Any], ended: bool) -> list[dict[str, Any]]:
-        """The reply with marks, in forms that templates accept. A reply that has not `ended` gets no calls: without an end token
-        `extend` could not cut off their text."""
+        """Forms of the reply with marks, to be tried in this order. If the reply has not `ended`, its calls are left out: `extend`
+        cuts off the text of calls at the end token, which is missing then."""
         marked: dict[str, Any] = {"role": "assistant", "content": _CONTENT}
         if reply.get("reasoning_content"):
             marked["reasoning_content"] = _REASONING
@@ -261,12 +260,12 @@ class Chat:
         return [{**marked, **calls}, *thought, marked]
 
     def _render(self, messages: Messages, tools: Sequence[Any], *, strict: bool = False) -> str:
-        """The text of a conversation. Unless `strict`, calls are written as text if the template refuses them, such as two calls in
-        one reply."""
+        """The text of a conversation. If the template refuses the calls (some refuse two calls in one reply), they are written as
+        text. `strict`: raise DataError instead."""
         try:
-            return self._text_of(messages, tools, self._has_calls)
+            return self._text_of(messages, tools, self._template_has_calls)
         except DataError as error:
-            if strict or not self._has_calls or not any("tool_calls" in message for message in messages):
+            if strict or not self._template_has_calls or not any("tool_calls" in message for message in messages):
                 raise
             refusal = error
         try:
@@ -274,12 +273,12 @@ class Chat:
         except DataError:
             raise refusal from None
 
-    def _text_of(self, messages: Messages, tools: Sequence[Any], has_calls: bool) -> str:
+    def _text_of(self, messages: Messages, tools: Sequence[Any], native_calls: bool) -> str:
         written: Messages = []
         for message in messages:
-            message = self._for_template(message, has_calls)
-            # Some templates require that user and assistant alternate, so results in a row become one message of the user.
-            if message["role"] == "tool" and not has_calls:
+            message = self._for_template(message, native_calls)
+            # Some templates require that user and assistant alternate, so consecutive results become one message of the user.
+            if message["role"] == "tool" and not native_calls:
                 message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
                 if (
                     written
@@ -289,7 +288,7 @@ class Chat:
                     message["content"] = written.pop()["content"] + "\n" + message["content"]
             written.append(message)
         arguments = dict(self._arguments)
-        if tools and self._has_tools:
+        if tools and self._template_has_tools:
             arguments["tools"] = list(tools)
         elif tools:
             lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -297,15 +296,15 @@ class Chat:
             written.insert(0, {"role": "system", "content": (f"{system}\n\n" if system else "") + _TOOLS.format(lines)})
         return self._encoder.render(self._encoder.messages(written), arguments)
 
-    def _for_template(self, message: dict[str, Any], has_calls: bool) -> dict[str, Any]:
-        """The message in keys that the template reads. Without `has_calls` a call is a text in Hermes' format."""
+    def _for_template(self, message: dict[str, Any], native_calls: bool) -> dict[str, Any]:
+        """The message with the keys that the template reads. Unless `native_calls`, calls become text in Hermes' format."""
         message = dict(message)
         reasoning = message.pop("reasoning_content", None)
         if reasoning is not None and self._reasoning_key is not None:
             message[self._reasoning_key] = reasoning
         elif reasoning:
             message["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
-        if not has_calls:
+        if not native_calls:
             calls = message.pop("tool_calls", ())
             texts = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
             message["content"] = "\n".join(filter(None, [message["content"], *texts]))
@@ -314,7 +313,7 @@ class Chat:
 
 _FORKS = {
     "messages": "an earlier message was changed or left out; replies to the unchanged messages are trained in their own branch",
-    "tools": "its tools were changed",
+    "tools": "the tools of the conversation were changed",
     "template": (
         "the chat template writes earlier messages differently after new ones (such as without their thinking); "
         "earlier replies are trained in their own branch. Some templates have an argument that keeps the thinking, such as "
@@ -325,12 +324,11 @@ _KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "
 
 
 def normalise(messages: Any) -> Messages:
-    """Messages of any client in one form: content is a text, arguments of calls are mappings if they can be read, no value is null.
-
-    Errors: `DataError` for a value that is not a message, and for a part of a content that is not text."""
+    """Brings the messages of any client into one form: content is a text, arguments of calls are mappings if they can be read, and
+    null keys are left out. Errors: `DataError` for a value that is not a message, and for a part of a content that is not text."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    # Clients' libraries return pydantic models.
+    # Messages that a client library returned are pydantic models.
     plain = [m.model_dump(exclude_none=True) if hasattr(m, "model_dump") else m for m in messages]
     filled = [{**m, "content": ""} if isinstance(m, Mapping) and m.get("content") is None else m for m in plain]
     check_prompt(filled)
@@ -369,12 +367,12 @@ def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_thinking(text: str) -> str:
-    """The text without an empty thinking block at its end, and without spaces before it."""
+    """The text without white space and an empty thinking block at its end."""
     return text[:-_TAIL] + _EMPTY_THINKING.sub("", text[-_TAIL:], count=1)
 
 
 class Spelling:
-    """Messages for comparisons, which ignore ids of calls. A client may leave out the reasoning of a reply."""
+    """Messages in a form for comparisons. The ids of calls are ignored, and so is reasoning that a client left out."""
 
     def __init__(self, messages: Messages) -> None:
         self._keys = [(m["role"], m["content"].strip(), self._calls(m), m.get("name")) for m in messages]

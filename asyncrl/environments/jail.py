@@ -1,12 +1,12 @@
-"""The process of a `Sandbox` (sandbox.py) enters namespaces of its own and runs the code that arrives. Imports nothing of asyncrl.
+"""The script that a `Sandbox` (sandbox.py) starts as a process, the jail. Imports nothing of asyncrl.
 
-    run ── jail ── init, which is process 1 of the namespaces ── interpreter, which runs the policy's code
+    run ── jail ── init, process 1 of new Linux namespaces ── interpreter, which runs the policy's code
 
 Guarantees
-* The interpreter sees a root of its own: the folders of Python and of the system's programs, which are read-only, and `/sandbox`,
-  which is memory. The interpreter sees no network, other process or environment variable of the run, and has no capabilities.
-* If the run hangs up or dies, or the interpreter or the jail ends, then init ends. The kernel then kills every process of the
-  namespaces, whatever its session or group, and drops `/sandbox`. The jail ends after the last process.
+* The interpreter sees a file system of its own: the folders of Python and of the system's programs, which are read-only, and
+  `/sandbox`, which is memory. The interpreter has no network, no capabilities, and no environment variable or process of the run.
+* If the run closes the socket or dies, or the interpreter or the jail ends, then init ends. The kernel then kills every process of
+  the namespaces, whatever its session or group, and drops `/sandbox`. The jail ends after the last process.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(fd: int, memory: int, processes: int) -> None:
-    """Serve the run at socket `fd`. The first byte sent is `+`, or `-` before the reason of a failure."""
+    """Serve the run at socket `fd`. Sends `+` when code can run, or `-` and the reason of a failure. `memory`: bytes."""
     connection, is_root = socket.socket(fileno=fd), os.geteuid() == 0
     try:
-        # Where memory runs out, the kernel ends the sandbox and not the run.
+        # If the machine runs out of memory, the kernel kills the sandbox before the run.
         _write("/proc/self/oom_score_adj", "1000")
         _enter_namespaces(is_root)
         init = os.fork()
@@ -57,11 +57,11 @@ def main(fd: int, memory: int, processes: int) -> None:
 
 
 def _enter_namespaces(is_root: bool) -> None:
-    """Leave the namespaces of the run. Root also maps `nobody`, because a limit of processes does not bind root."""
+    """Leave the namespaces of the run. Root also maps the user `nobody`, because the limit of processes does not apply to root."""
     reader, writer = os.pipe()
     jail, mapper = os.getpid(), os.fork()
     if not mapper:
-        # Outside of the new namespace, because only there root may map two users.
+        # This fork stays outside of the new namespaces, because only root outside of them may map two users.
         os.close(writer)
         try:
             if os.read(reader, 1) and not is_root:
@@ -82,7 +82,7 @@ def _enter_namespaces(is_root: bool) -> None:
 
 def _make_root(memory: int) -> None:
     _mount("none", "/", None, _REC | _PRIVATE)
-    # The new root. Only this namespace sees it in the place of the machine's /tmp.
+    # The new root. Only the new mount namespace sees it at /tmp.
     _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     os.mkdir("/tmp/old")
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b"/tmp", b"/tmp/old"), "pivot_root")
@@ -95,11 +95,11 @@ def _make_root(memory: int) -> None:
     for name in _DEVICES:
         _bind(f"/dev/{name}", _NOSUID)
     os.mkdir("/proc")
-    # A container that hides a part of its /proc allows no new /proc. The sandbox then has none.
+    # A container that hides a part of its /proc allows no new /proc. Then the sandbox has no /proc.
     with contextlib.suppress(OSError):
         _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     os.mkdir(_HOME)
-    _check(_libc.umount2(b"/old", 2), "umount")
+    _check(_libc.umount2(b"/old", 2), "umount")  # 2: MNT_DETACH
     os.rmdir("/old")
     _restrict("/", _RDONLY)
     _mount("tmpfs", _HOME, "tmpfs", _NOSUID | _NODEV, f"size={memory},mode=1777")
@@ -107,7 +107,7 @@ def _make_root(memory: int) -> None:
 
 
 def _be_init(connection: socket.socket, is_root: bool, memory: int, processes: int) -> None:
-    """Wait until the run hangs up or the interpreter ends. Never returns."""
+    """Wait until the run closes the socket or the interpreter ends. Then exit. Never returns."""
     # The kernel reaps the children of a process that ignores SIGCHLD, orphans included.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     interpreter = os.fork()
@@ -115,7 +115,7 @@ def _be_init(connection: socket.socket, is_root: bool, memory: int, processes: i
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _give_up_rights(is_root, memory, processes)
         _serve(connection)
-    # Else the policy's code might trace this process.
+    # Without this the policy's code might trace this process.
     _libc.prctl(_PR_SET_DUMPABLE, 0)
     ends = select.poll()
     ends.register(connection, select.POLLRDHUP)
@@ -129,7 +129,7 @@ def _give_up_rights(is_root: bool, memory: int, processes: int) -> None:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-    # The version of the structure, this process; then no capability.
+    # `header`: the version of the structure, and 0 for this process. `none`: empty sets of capabilities.
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     _check(_libc.capset(header, none), "capset")
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
@@ -138,8 +138,9 @@ def _give_up_rights(is_root: bool, memory: int, processes: int) -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Answer each request with the output of its code, and then with the request's first 16 bytes. Never returns."""
-    # Code that reads its standard input must not read the connection.
+    """Answer each request with the output of its code, and then with the request's mark. Never returns. A request is a mark (16
+    bytes), the length of the code in bytes (4 bytes), and the code."""
+    # Standard input is empty: code that reads it must not read requests. Output and errors of the code go into the connection.
     for number, source in ((0, os.open("/dev/null", os.O_RDWR)), (1, connection.fileno()), (2, connection.fileno())):
         os.dup2(source, number)
     interpreter, variables = os.getpid(), {"__name__": "__main__"}
@@ -185,7 +186,7 @@ def _bind(path: str, flags: int) -> None:
 
 
 def _restrict(path: str, flags: int) -> None:
-    # Also the mounts below `path`, which a remount would leave writable.
+    # Recursive: a remount would leave the mounts below `path` writable.
     attributes = (ctypes.c_uint64 * 4)(flags, 0, 0, 0)
     found = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, 32)
     _check(found, f"mount_setattr {path}")

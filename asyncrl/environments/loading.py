@@ -15,17 +15,17 @@ from .policy import AgentEnvironment
 from .session import Agents
 from .single_turn import SingleTurn
 
-# Arguments that the constructor of an environment's class may take.
+# Arguments that the class or factory of an environment may take.
 _AVAILABLE = ("tokenizer", "sampling", "seed", "text")
 
 
 def load_environment(address: str, agents: Agents, text: CompletionText) -> Environment:
-    """The environment at `address`: `single_turn`, or `file.py:name` or `module:name` of a coroutine function
-    `episode(task, policy)`, or of a class or factory of an Environment.
+    """Makes the environment at `address`: `single_turn`, or `file.py:name` or `module:name`, where `name` is a coroutine function
+    `episode(task, policy)`, or a class or factory of an Environment.
 
-    The constructor of a class may take any of `tokenizer`, `sampling`, `seed` and `text` (which decodes a completion as
-    `reward.text` says). Instances need an `async def run`, which runs on the event loop. Code that blocks or computes for more
-    than a few milliseconds belongs in a reward function or a tool.
+    A class or factory may take any of `tokenizer`, `sampling`, `seed` and `text` (decodes a completion as `reward.text` says).
+    The instance needs an `async def run`, which runs on the event loop. Code that blocks or computes for more than a few
+    milliseconds belongs in a reward function or a tool.
     Errors: `ConfigError` with the address and the cause.
     """
     values = (agents.chat.tokenizer, agents.sampling, agents.seed, text)
@@ -45,7 +45,7 @@ def load_environment(address: str, agents: Agents, text: CompletionText) -> Envi
 
 
 def find_environment(address: str) -> Any:
-    """The coroutine function, class or factory at an address. Makes no instance. Errors: ConfigError."""
+    """The coroutine function, class or factory at an address. Does not call it. Errors: ConfigError."""
     factory, name = load_object(address), f"environment {address!r}"
     if is_episode(factory):
         return check_episode(factory, name)
@@ -64,8 +64,8 @@ def find_environment(address: str) -> Any:
 
 
 def check_environment(config: Config, passed: Any = None) -> None:
-    """Check the environment of a run, and the settings that are for coroutine functions alone. `passed`: an object of the program,
-    used in place of `rollout.environment`. Errors: ConfigError."""
+    """Errors: ConfigError for an invalid environment, or for settings that only coroutine functions use. `passed`: an object of the
+    program that replaces `rollout.environment`."""
     rollout, name = config.rollout, "the environment that the program passes"
     if passed is not None:
         found = check_episode(passed, name) if is_episode(passed) else _check_run(passed, name)
@@ -88,14 +88,14 @@ def _check_run(environment: Any, name: str) -> Any:
 
 
 def is_episode(loaded: Any) -> bool:
-    """Whether `loaded` is a coroutine function, or an object whose `__call__` is one."""
+    """Whether `loaded` is a coroutine function, or an object (but no class) whose `__call__` is one."""
     # ruff's B004 is meant for `hasattr(x, "__call__")` as a test for callables. Here the method itself is needed.
     methods = (loaded,) if isinstance(loaded, type) else (loaded, getattr(loaded, "__call__", None))  # noqa: B004
     return any(map(inspect.iscoroutinefunction, methods))
 
 
 def takes_policy(function: Any) -> bool:
-    """Whether `function` is a coroutine function that requires two arguments, a task and a policy."""
+    """Whether `function` is a coroutine function that requires exactly two arguments, as `episode(task, policy)` does."""
     parameters = inspect.signature(function).parameters.values()
     return is_episode(function) and sum(map(_is_required, parameters)) == 2
 

@@ -1,9 +1,8 @@
-"""Agents: the coroutine `episode(task, policy)` that a user writes, and the policy that the coroutine gets.
+"""Plays the episodes of an agent: a coroutine function `episode(task, policy)` that a user writes.
 
-Agents             what the episodes of a run share
-  AgentEnvironment   plays one coroutine function: an `Environment`
-    AgentPolicy             of one episode: an interface to its `Session`, which records all tokens
-      Reply              of one request
+AgentEnvironment   one for the run: the `Environment` that calls the coroutine function
+AgentPolicy        one for each episode: the argument `policy`, an interface to the `Session`, which records all tokens
+Reply              one for each request to the policy
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from .tools import AnyTool, Tool, Toolbox, as_tool
 
 # A coroutine function `episode(task, policy)`.
 EpisodeFunction: TypeAlias = Callable[[dict[str, Any], "AgentPolicy"], Awaitable[Any]]
-_NAME = re.compile(r"(?=.{1,100}$)[\w@: -][\w@:. -]*(/[\w@: -][\w@:. -]*)*")  # metric names that every sink takes
+_NAME = re.compile(r"(?=.{1,100}$)[\w@: -][\w@:. -]*(/[\w@: -][\w@:. -]*)*")  # names that every metric sink accepts
 _SAMPLING = {each.name for each in fields(SamplingParams)}
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The reply to one request. `message`: in OpenAI's form, to be appended to the messages. `logprobs` [C]: at the sampling
-    temperature over the whole vocabulary. `versions` [C]: of the weights that sampled each token."""
+    """The reply to one request. `message`: in OpenAI's form; append it to the messages. `logprobs` [C]: over the whole vocabulary,
+    at the sampling temperature (greedy: at 1). `versions` [C]: the policy version whose weights sampled each token."""
 
     message: dict[str, Any]
     prompt_ids: Int32Array  # [P]
@@ -57,38 +56,38 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """The content of the message, without reasoning and without calls of tools."""
+        """The content of the message, without reasoning and without tool calls."""
         return str(self.message.get("content") or "")
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The calls of tools in OpenAI's form. `arguments` are JSON text that the model wrote."""
+        """The tool calls in OpenAI's form. `arguments` is the text of a JSON object, which need not fit the tool."""
         return list(self.message.get("tool_calls") or ())
 
     @property
     def ids(self) -> list[int]:
-        """The tokens of the prompt and the reply: the beginning of the next prompt of `complete`."""
+        """The token ids of the prompt and the reply. To continue the reply by `complete`, begin the prompt with them."""
         return [*self.prompt_ids.tolist(), *self.token_ids.tolist()]
 
     async def run_tools(self) -> Messages:
-        """Make the calls of this reply at the same time. Returns their messages in order. A failure is a text for the model."""
+        """Run the tool calls of this reply concurrently. Returns a message for each, in order, also for a call that failed."""
         return await self._toolbox.run(self._tools, self.tool_calls)
 
 
 class AgentPolicy:
-    """The policy for one episode. All requests are recorded with their tokens, log-probs and versions."""
+    """The policy for one episode. Every request with a reply is recorded: its tokens, log-probs and versions."""
 
     def __init__(self, session: Session, branch: str = "") -> None:
         self._session = session
         self._branch = branch
-        self._branches = 0
+        self._branches = 0  # calls of `branch` without a name
         self._address: tuple[str, str] | None = None  # (base URL, key)
 
     async def chat(self, messages: Messages | str, *, tools: Sequence[AnyTool] | None = None, **sampling: Any) -> Reply:
-        """The reply to a conversation in OpenAI's form. If `messages` continue an earlier conversation, its tokens are kept.
+        """The reply to a conversation in OpenAI's form. If `messages` continue an earlier conversation, its token ids are reused.
 
-        `tools`: functions with types and a docstring, or `Tool`s; None: the model may call the tools of the row's column `tools`,
-        and the caller runs them. `sampling`: fields of `SamplingParams`, such as `max_tokens`.
+        `tools`: functions with types and a docstring, or `Tool`s; None: the model may call the tools of the row's column `tools`
+        or of `data.chat_template_kwargs`, and the caller runs the calls. `sampling`: fields of `SamplingParams`, such as `top_p`.
         Errors: EpisodeLimit, DataError, ConfigError, those of the engine."""
         known = [as_tool(tool) for tool in tools or ()]
         schemas = None if tools is None else [dict(tool.schema) for tool in known]
@@ -96,8 +95,8 @@ class AgentPolicy:
         return self._reply(answer.message, answer.prompt_ids, answer.generation, known)
 
     async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
-        """The completion of a text or of token ids, without a chat template. A text is encoded by `encode`. `Reply.ids` and
-        `encode` make the ids of a next request, which continue the sampled tokens. Errors: as `chat`."""
+        """The completion of a text or of token ids, without a chat template. `encode` encodes a text. To continue a reply, pass
+        `reply.ids + policy.encode(text)`. Errors: as `chat`."""
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = np.asarray(ids, np.int32)
         generation = await self._open_session.sample(prompt_ids, self._sampling(sampling), branch=self._branch)
@@ -110,28 +109,28 @@ class AgentPolicy:
 
     def branch(self, name: str | None = None) -> AgentPolicy:
         """A policy for a sub-agent or a parallel try, with random numbers of its own. The tokens belong to this episode. `name`:
-        needed only if the order of the calls of `branch` differs from one play to the next."""
+        only needed if the calls of `branch` may come in another order when the episode is played again."""
         self._branches += name is None
         return AgentPolicy(self._session, f"{self._branch}/{self._branches if name is None else name}")
 
     def note(self, name: str, value: float) -> None:
-        """Record a number of this episode. Replaces an earlier number of this name. The metric `own/NAME` of a step is the mean
-        over its episodes. Errors: DataError for an invalid name or value, LifecycleError after the episode."""
+        """Record a number of this episode, which replaces an earlier number of this name. The metric `own/NAME` of a step is the
+        mean over the episodes with this name. Errors: DataError for an invalid name or value, LifecycleError after the episode."""
         self._open_session.notes |= as_numbers({name: [value]}, 1, "policy.note", "own/")[0]
 
     @property
     def version(self) -> int:
-        """The policy version of the run now: the number of optimizer steps so far; a step without scored tokens counts."""
+        """The current policy version of the run: the number of optimizer steps. A step without scored tokens counts, too."""
         return self._session.agents.version()
 
     @property
     def base_url(self) -> str:
-        """For clients of OpenAI's or Anthropic's protocol, together with `api_key`. The first use opens the endpoint."""
+        """The URL for clients of OpenAI's or Anthropic's protocol, which also need `api_key`. The first use opens the endpoint."""
         return self._endpoint()[0]
 
     @property
     def api_key(self) -> str:
-        """The key that belongs to this episode alone."""
+        """The key for requests that belong to this policy. Each policy (of an episode or a branch) has a key of its own."""
         return self._endpoint()[1]
 
     def _endpoint(self) -> tuple[str, str]:
@@ -161,13 +160,13 @@ class AgentPolicy:
 
 
 class AgentEnvironment:
-    """Plays the episodes of one coroutine function. See `loading.load_environment`."""
+    """Plays episodes by calls of one coroutine function. `loading.load_environment` makes this object."""
 
     def __init__(self, agents: Agents, episode: EpisodeFunction) -> None:
         self._agents, self._play = agents, episode
 
     async def run(self, prompt: Prompt, member: int, group_size: int, generate: Generate) -> Trajectory:
-        """Errors: those of the coroutine; ConfigError and DataError for what it returned."""
+        """Errors: those of the coroutine; ConfigError and DataError for what it returned; GenerationError if it got no reply."""
         agents = self._agents
         session = Session(prompt, member, group_size, generate, agents)
         limited = False
@@ -179,7 +178,7 @@ class AgentEnvironment:
         except Exception as error:
             if not (session.turns and _is_limit(error, session.limit)):
                 raise
-            # The coroutine did not catch the error of the limit. The tokens that were sampled are trained.
+            # The coroutine did not catch the error of the limit. The tokens that it sampled are trained nevertheless.
             agents.recorder.count("rollout/limited")
             limited, result = True, None if agents.scores else 0.0
         try:
@@ -191,15 +190,15 @@ class AgentEnvironment:
                 )
             trajectory = session.trajectory(reward, turn_rewards)
         except (ConfigError, DataError, GenerationError) as error:
-            # The coroutine has returned, so no line of the user is in the traceback.
+            # The coroutine has returned, so the traceback has no line of the user's code. Name the function instead.
             raise type(error)(f"{error} ({_definition(self._play)})") from None
         if limited and not session.has_all_turns:
-            # A limit of tokens cut the text. A limit of turns cuts no text, so the finish reason of the last reply stays.
+            # A limit of tokens ended the episode. A limit of turns cuts no text, so the finish reason of the last reply stays.
             trajectory = replace(trajectory, finish_reason=FinishReason.LENGTH)
         return trajectory
 
     def _task(self, prompt: Prompt) -> dict[str, Any]:
-        """The row. Each episode gets a copy, because an episode may append to a list of messages in its row."""
+        """The argument `task`: a copy of the row, because an episode may append to a list of messages in its row."""
         row = dict(prompt.columns)
         if prompt.ids.size:
             row |= {self._agents.column: prompt.prompt, "prompt": prompt.prompt}
@@ -207,22 +206,22 @@ class AgentEnvironment:
 
 
 def _definition(function: Any) -> str:
-    """`file:line in name` of a function, or of the class of a callable object."""
+    """`file:line in name` of a function, or of the `__call__` of another object."""
     function = inspect.unwrap(function.func if isinstance(function, partial) else function)
     code = getattr(function if hasattr(function, "__code__") else type(function).__call__, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}" if code else repr(function)
 
 
 def _is_limit(error: BaseException, limit: str | None) -> bool:
-    """Whether the error, or each error in a group of a user's tasks, is an EpisodeLimit. A client of the endpoint raises its own
-    error, which contains the text of the limit."""
+    """Whether an EpisodeLimit caused the error, or each error in an ExceptionGroup. `limit`: the text of the newest EpisodeLimit or
+    None. An HTTP client raises an error of its own class, which contains this text."""
     if isinstance(error, BaseExceptionGroup):
         return all(_is_limit(each, limit) for each in error.exceptions)
     return isinstance(error, EpisodeLimit) or (limit is not None and limit in str(error))
 
 
 def _rewards(result: Any) -> tuple[float | None, list[float] | None]:
-    """(reward of the episode, rewards of its turns) for what a coroutine returned."""
+    """(reward of the episode, rewards of its turns) from the value that a coroutine returned. None: not given."""
     if result is None:
         return None, None
     if isinstance(result, list | tuple) or getattr(result, "shape", None):
@@ -246,8 +245,8 @@ def _number(value: Any) -> float:
 
 
 def _finite(value: Any) -> float | None:
-    """None if the value is not a finite number. Tensors and arrays of one number have `item`. JSON that a model wrote may hold an
-    integer above the largest float."""
+    """The value as a float, or None if it is not a finite number. Tensors and arrays of one number have `item`. JSON that a model
+    wrote may hold an integer above the largest float."""
     try:
         plain = value.item() if hasattr(value, "item") else value
         number = math.nan if isinstance(plain, str | bytes) else float(plain)
@@ -257,12 +256,12 @@ def _finite(value: Any) -> float | None:
 
 
 def as_numbers(named: Mapping[str, Any], count: int, argument: str, prefix: str = "") -> list[dict[str, float]]:
-    """For each of `count` members: name -> number. `named`: name -> a list with a value for each member, or one value for all
-    members; a value is a number or None, which is left out. `argument` is for errors. Errors: DataError."""
+    """For each of `count` members: name with `prefix` -> number. `named`: name -> a list with a value for each member, or one value
+    for all members. A value is a number or None, which is left out. `argument`: what errors call `named`. Errors: DataError."""
     rows: list[dict[str, float]] = [{} for _ in range(count)]
     for name, values in named.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise DataError(f"{argument}: {name!r:.80} is not a name: letters, digits, _-.:@, parts between slashes")
+            raise DataError(f"{argument}: {name!r:.80} is not a name: up to 100 letters, digits, spaces, _-.:@/")
         has_many = isinstance(values, list | tuple) or bool(getattr(values, "shape", None))
         member_values = list(values) if has_many else [values] * count
         if len(member_values) != count:

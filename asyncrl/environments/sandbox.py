@@ -1,13 +1,13 @@
-"""A tool that runs the policy's Python code in a process without network, rights and secrets (Linux only).
+"""A tool that runs Python code of the policy in a process without network, privileges or secrets (Linux only).
 
     async with Sandbox() as sandbox:
         reply = await policy.chat(messages, tools=[sandbox.python])
 
-The process starts with the block, so it is ready before the policy has written its first call. It ends with the block, and whenever
-a call is cancelled or reaches a limit. `jail.py` is the process; its docstring says what the code can see.
+The process starts when the `async with` block begins, so it is ready before the policy has written its first call. It ends with the
+block, and after a call that was cancelled, ran too long or printed too much. `jail.py` is the process, and says what code sees.
 
-The kernel enforces the limits (namespaces of an ordinary user), so a bug of the kernel is a way out. Files in the folders of Python
-and below /usr can be read. All processes of a sandbox together may use `processes` times `memory_mib`.
+Linux namespaces isolate the process, so a bug of the kernel is a way out. The code can read files in the folders of Python and
+below /usr. All processes of a sandbox together may use `processes` times `memory_mib` of memory, its files `memory_mib` more.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from asyncrl.errors import PlatformError
 
 from . import jail
 
-_START_S = 60.0
-# The kernel ends the processes of a sandbox within milliseconds, unless the machine is overloaded.
+_START_S = 60.0  # for the process to get ready
+# A jail that has not ended after this time is killed. Usually all processes of a sandbox end within milliseconds.
 _END_S = 10.0
 _LOST = "its variables and files are lost"
-# Nothing of the run's environment, where keys may be.
+# The sandbox gets no environment variable of the run, because the run may have secret keys there.
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/sandbox", "TMPDIR": "/sandbox", "OMP_NUM_THREADS": "1"}
 
 
@@ -43,7 +43,7 @@ class Sandbox:
     included. output_bytes: what a call may print. keep_state: later calls see the variables and files of earlier calls.
     """
 
-    _proved: ClassVar[bool] = False
+    _proved: ClassVar[bool] = False  # a sandbox has started in this run
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Sandbox:
         self._ready = False
 
     async def __aenter__(self) -> Self:
-        """Errors: `PlatformError` if this machine does not let an ordinary user make namespaces."""
+        """Errors: `PlatformError` if this machine allows no sandbox, for example no namespaces of ordinary users."""
         try:
             connection = self._start()
-            # A machine that allows no sandbox is refused here, and not in a call, where the policy would read the error.
+            # If the machine allows no sandbox, raise here: an error in a call would become a text for the policy.
             if not Sandbox._proved:
                 await self._wait_ready(connection)
         except BaseException:
@@ -84,7 +84,7 @@ class Sandbox:
         async with self._lock:
             usable = False
             try:
-                # The start of a new process does not count as the code's time.
+                # Before the timer: the start of a process does not count as time of the code.
                 connection = self._start()
                 await self._wait_ready(connection)
                 with anyio.move_on_after(self._timeout_s) as timer:
@@ -94,11 +94,11 @@ class Sandbox:
             finally:
                 if not (usable and self._keep_state):
                     await self._end()
-            self._start()
+            self._start()  # so that a process is ready for the next call
             return answer
 
     async def _exchange(self, connection: socket.socket, code: bytes) -> tuple[str, bool]:
-        """(what the policy reads, whether the process can take another call)."""
+        """(text for the policy, whether the process can take another call)."""
         loop, mark, output = asyncio.get_running_loop(), secrets.token_bytes(16), bytearray()
         try:
             await loop.sock_sendall(connection, mark + len(code).to_bytes(4, "little") + code)
@@ -114,7 +114,7 @@ class Sandbox:
         return _text(output[: -len(mark)]), True
 
     def _start(self) -> socket.socket:
-        """The socket to the process. Starts the process if none runs."""
+        """The socket to the process. Starts a process if none runs."""
         if self._connection is not None:
             return self._connection
         if sys.platform != "linux":
@@ -146,7 +146,7 @@ class Sandbox:
         self._ready = Sandbox._proved = True
 
     async def _end(self) -> None:
-        """Hang up, and wait until the kernel has ended all processes, even if this task is cancelled meanwhile."""
+        """Close the socket, and wait until all processes have ended, even if this task is cancelled meanwhile."""
         connection, self._connection, self._ready = self._connection, None, False
         if connection is None:
             return

@@ -1,10 +1,10 @@
-"""One episode: every request of an agent goes through its session, which keeps the tokens as a tree.
+"""A session records one episode: every request of the agent goes through the session, which keeps the tokens as a tree.
 
     chat(messages, tools) ── chat.py: ids ──▶ sample(prompt_ids) ──▶ engine ──▶ tree ──▶ trajectory(reward)
 
-A request changes the tree when its reply is complete. So a request that was cancelled or failed leaves nothing.
-The random numbers of a request depend on the run's seed, group, member, branch, prompt, and the number of earlier requests of that
-branch with the same prompt, but not on the order of arrival.
+A request changes the tree when its reply is complete, so a request that was cancelled or failed leaves no tokens.
+The random numbers of a request depend on the run's seed, the group, member, branch and prompt, and on how many equal requests of
+that branch came before and did not fail. They do not depend on the order in which requests of different branches arrive.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from .chat import Chat, RecordedTurn, Spelling, normalise, normalise_tools
 from .single_turn import episode_seed, hashed_seed
 from .tools import Toolbox
 
+# `filtered`: the log-prob after bias, penalties, bans and filters. `version`: -1 for tokens that were not sampled.
 _TOKEN = np.dtype(
     [("id", np.int32), ("sampled", np.bool_), ("logprob", np.float32), ("filtered", np.float32), ("version", np.int32)]
 )
@@ -64,8 +65,8 @@ class EpisodeLimits:
 
 @dataclass(slots=True)
 class Agents:
-    """What the episodes of a run share. `sampling`: the defaults of requests. `scores`: whether reward functions score an episode
-    that returns None. `column`: the name of the prompt's column. `version`: the policy version now."""
+    """What the episodes of a run share. `sampling`: the defaults of requests. `scores`: whether reward functions or models score an
+    episode that returns no reward. `column`: the prompt's column. `version`: returns the current policy version."""
 
     chat: Chat
     sampling: SamplingParams
@@ -76,7 +77,7 @@ class Agents:
     version: Callable[[], int]
     scores: bool = True
     column: str = "prompt"
-    # See `Session.close`.
+    # Tells the engine that a session makes no more requests. None: the engine does not learn of sessions.
     end_session: Callable[[str], object] | None = None
     # Opens the endpoint of the run for the requests of one branch of a session. Returns (base URL, key).
     open_endpoint: Callable[[Session, str], tuple[str, str]] | None = None
@@ -84,7 +85,8 @@ class Agents:
 
 
 class _AnsweredRequest(NamedTuple):
-    """A request with a reply. `end`: the index of the last token. `through`: the `end` of the request that is continued, or -1."""
+    """A request with a reply. `number`: counts the episode's requests from 0 in the order of their starts. `end`: the index of the
+    reply's last token in the tree. `through`: the `end` of the request that this one continues, or -1."""
 
     number: int
     end: int
@@ -93,17 +95,17 @@ class _AnsweredRequest(NamedTuple):
 
 
 class TokenTree:
-    """The tokens of an episode, each once: a prompt shares the longest beginning that the tree has, and each reply is new."""
+    """The tokens of an episode, each once. The longest beginning of a prompt that is in the tree is not added again."""
 
     def __init__(self) -> None:
         self.tokens = np.zeros(0, _TOKEN)
         self.routes: RoutesArray | None = None  # [L, layers, k]
-        self.segments: list[tuple[int, int]] = []  # (start, after), as in `Trajectory.branches`
+        self.segments: list[tuple[int, int]] = []  # (start, after): first token, token before it or -1
         self.replies: list[int] = []  # index of the first token of each reply
         self.prompt_length = 0  # of the first request
 
     def add(self, prompt_ids: Int32Array, generation: Generation, through: int = -1) -> int:
-        """Add a request and its reply. Returns the index of the last token. `through`: the last token of the continued request."""
+        """Add a prompt and its reply. Returns the index of the reply's last token. `through`: as in `_AnsweredRequest`."""
         routes, size = generation.routed_experts, prompt_ids.size + generation.token_ids.size
         if routes is not None and len(routes) != size:
             raise GenerationError(f"the engine returned experts of {len(routes)} tokens for a request of {size}")
@@ -129,7 +131,7 @@ class TokenTree:
         return int(path[-1])
 
     def known(self, prompt_ids: Int32Array, through: int = -1) -> int:
-        """The number of a prompt's first tokens that are in the tree."""
+        """The length of the prompt's longest beginning that is in the tree. `through`: as in `_AnsweredRequest`."""
         return self._longest_beginning(prompt_ids, through)[0]
 
     def path(self, last: int) -> Int32Array:
@@ -142,7 +144,8 @@ class TokenTree:
         return np.concatenate([np.zeros(0, np.int32), *reversed(pieces)]).astype(np.int32)
 
     def _longest_beginning(self, ids: Int32Array, through: int) -> tuple[int, int]:
-        """(number of the prompt's tokens in the tree, index of the last or -1). A path with the token `through` wins a tie."""
+        """(length of the longest beginning of `ids` in the tree, index of its last token or -1). If several paths are equally long,
+        one with the token `through` wins."""
         found = (0, False, -1)
         ends = [*(start for start, _ in self.segments), self.tokens.size][1:]
         # For each segment: (depth of its first token, matching tokens from the root on, whether they pass `through`).
@@ -167,8 +170,9 @@ class TokenTree:
         return found[0], found[2]
 
     def _add_routes(self, path: Int32Array, routes: RoutesArray | None) -> None:
-        """Store the experts of the request's tokens that have none yet. A token keeps the experts of its first pass, from which the
-        next tokens were sampled: a later request may compute the token again, with newer weights. The last token has no pass."""
+        """Store the experts of the tokens on `path` that have none yet. A token keeps the experts of its first forward pass, which
+        the next token was sampled from. A later request may compute the token again with newer weights. The last token of a
+        reply has no experts, because the reply needed no forward pass of this token."""
         if routes is not None and self.routes is None:
             self.routes = np.zeros((0, *routes.shape[1:]), routes.dtype)
         if self.routes is not None:
@@ -190,13 +194,14 @@ class Session:
         self._name = f"{prompt.group_id}/{member}"
         self._seed = episode_seed(agents.seed, prompt.group_id, member)
         self._tree = TokenTree()
-        # (turn, spellings, last token, branch)
+        # (turn, forms in which a client may send its messages and reply, index of the last token, branch)
         self._exchanges: list[tuple[RecordedTurn, list[Spelling], int, str]] = []
-        self._numbers: dict[bytes, set[int]] = {}  # branch and prompt -> numbers of the equal requests
-        self.limit: str | None = None  # the newest error of a limit
+        # Branch and prompt -> numbers of its requests that are in use: 0 for the first, 1 for an equal request, and so on.
+        self._repetitions: dict[bytes, set[int]] = {}
+        self.limit: str | None = None  # text of the newest EpisodeLimit
         self.ended = False
-        self.notes: dict[str, float] = {}  # the extras of the trajectory
-        # The number of replies and running requests; and the tokens that running requests may add.
+        self.notes: dict[str, float] = {}  # become the extras of the trajectory
+        # The number of replies and running requests; and the most tokens that running requests can add to the tree.
         self._started = self._expected = 0
         self._request_ended = anyio.Event()  # set when a running request ends
         # In the order in which the replies arrived.
@@ -207,12 +212,12 @@ class Session:
 
     @property
     def has_all_turns(self) -> bool:
-        """Whether replies and running requests are as many as `rollout.max_turns` allows."""
+        """Whether replies and running requests together have reached `rollout.max_turns`."""
         return self._limits.max_turns is not None and self._started >= self._limits.max_turns
 
     @property
     def turns(self) -> int:
-        """Number of replies so far that have at least one token."""
+        """Number of replies that have at least one token."""
         return sum(request.generation.token_ids.size > 0 for request in self._answered)
 
     async def sample(
@@ -220,18 +225,18 @@ class Session:
     ) -> Generation:
         """Sample a reply to the tokens [P]. `branch`: the name of a parallel branch, which gets random numbers of its own.
 
-        A repeated request samples another reply. If the context is full, the reply ends with `length`.
-        Errors: `EpisodeLimit` beyond the limits, `ConfigError` for another temperature, `DataError` without a token, those of the
-        engine."""
+        A repeated request samples another reply. A reply that fills the context ends with `length`.
+        Errors: `EpisodeLimit`; `ConfigError` for a temperature that differs from earlier requests; `DataError` for no tokens; those
+        of the engine."""
         return (await self._sample(np.asarray(prompt_ids, np.int32), sampling or self.sampling, branch))[0]
 
     async def chat(
         self, messages: Any, tools: Any = None, sampling: SamplingParams | None = None, *, branch: str = ""
     ) -> ChatAnswer:
-        """The reply to a conversation in OpenAI's form. See `sample`. `tools`: None means the tools of the row (`Chat.tools`).
+        """The reply to a conversation in OpenAI's form. `tools`: None means the tools of the row (`Chat.tools`).
 
-        The tokens of the longest recorded conversation with which `messages` begin are continued. Errors: also `DataError` for
-        messages and tools that are malformed, or that the chat template refuses."""
+        If `messages` begin with recorded conversations, the prompt continues the longest one, if the template writes its text as
+        before. Errors: as `sample`; `DataError` for messages or tools that are malformed, or that the chat template refuses."""
         if not self.format.has_template:
             raise ConfigError(
                 "messages need a chat template, and the tokenizer has none or data.template is raw; use policy.complete "
@@ -247,16 +252,16 @@ class Session:
         return ChatAnswer(reply, generation, prompt_ids)
 
     def trajectory(self, reward: float | None = None, turn_rewards: Sequence[float] | None = None) -> Trajectory:
-        """What was sampled, as a trajectory. `turn_rewards`: one for each of `turns`, in the order in which the requests were made.
+        """The tokens of the episode as a trajectory. `turn_rewards`: one for each of `turns`, in the order of their requests.
 
-        Errors: `GenerationError` without a reply, `ConfigError` for another number of rewards."""
+        Errors: `GenerationError` if there is no reply, `ConfigError` if the number of rewards is wrong."""
         if not self._answered:
             raise GenerationError(
                 "the episode asked for no reply, so there is nothing to train; call the policy before the episode returns"
             )
         if turn_rewards is not None and len(turn_rewards) != self.turns:
             raise ConfigError(
-                f"the episode gave {len(turn_rewards)} rewards of turns for {self.turns} replies; give one each"
+                f"the episode gave {len(turn_rewards)} rewards of turns for {self.turns} replies; give one for each reply"
             )
         tree = self._in_order()
         tokens = tree.tokens
@@ -282,7 +287,7 @@ class Session:
         )
 
     def forget(self, generation: Generation) -> None:
-        """Remove a reply that no client got, unless another request continues the reply. Call after the last request."""
+        """Remove a reply that no client got, unless another request continued the reply. Call after the last request."""
         for request in [each for each in self._answered if each.generation is generation]:
             if all(other.through != request.end for other in self._answered):
                 self._answered.remove(request)
@@ -290,8 +295,8 @@ class Session:
                 self._exchanges = [exchange for exchange in self._exchanges if exchange[2] != request.end]
 
     def _in_order(self) -> TokenTree:
-        """The tree as if replies had arrived in the order of their requests: it must not depend on the speed of branches. Forgotten
-        replies are left out."""
+        """The tree as if the replies had come in the order of their requests, because a trajectory must not depend on the speed of
+        branches. Forgotten replies are left out."""
         requests = sorted(self._answered)
         if self._complete and requests == self._answered:
             return self._tree
@@ -306,8 +311,7 @@ class Session:
         return tree
 
     def close(self) -> None:
-        """End the keys of the endpoint for this session. Tell the engine that no more requests come, so that it forgets their keys
-        and values."""
+        """End the session: its API keys for the endpoint end, and the engine may free its KV cache."""
         self.ended = True
         if self.agents.end_endpoint is not None:
             self.agents.end_endpoint(self)
@@ -322,19 +326,19 @@ class Session:
         key = b"\0".join((branch.encode(), prompt_ids.tobytes()))
         request_number = next(self._requests)
         added, room = await self._wait_for_room(prompt_ids, sampling, through)
-        numbers = self._numbers.setdefault(key, set())
-        number = next(n for n in range(len(numbers) + 1) if n not in numbers)
-        numbers.add(number)
-        new = min(sampling.max_tokens, room)
-        self._started, self._expected = self._started + 1, self._expected + added + new
+        repetitions = self._repetitions.setdefault(key, set())
+        repetition = next(n for n in range(len(repetitions) + 1) if n not in repetitions)
+        repetitions.add(repetition)
+        max_tokens = min(sampling.max_tokens, room)
+        self._started, self._expected = self._started + 1, self._expected + added + max_tokens
         try:
             generation = await self._generate(
                 GenerationRequest(
                     prompt_ids=prompt_ids,
-                    sampling=replace(sampling, max_tokens=new),
-                    seed=hashed_seed(struct.pack("<QQ", self._seed, number) + key, b"asyncrl-request"),
+                    sampling=replace(sampling, max_tokens=max_tokens),
+                    seed=hashed_seed(struct.pack("<QQ", self._seed, repetition) + key, b"asyncrl-request"),
                     prefix_key=f"{self.prompt.group_id}/{hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest()}",
-                    # What the engine keeps for a session stays until `close`.
+                    # Without `_end_session` nothing would tell the engine to free the KV cache of the session.
                     session=None if self._end_session is None else self._name,
                 )
             )
@@ -343,22 +347,21 @@ class Session:
             self._started -= 1
             if not self._started:
                 self._temperature = None
-            numbers.discard(number)
+            repetitions.discard(repetition)
             raise
         finally:
-            self._expected -= added + new
+            self._expected -= added + max_tokens
             self._request_ended.set()
             self._request_ended = anyio.Event()
-        # The tree has the experts.
+        # The tree has stored the experts.
         generation = replace(generation, routed_experts=None)
         self._answered.append(_AnsweredRequest(request_number, end, through, generation))
         return generation, end
 
     async def _wait_for_room(self, prompt_ids: Int32Array, sampling: SamplingParams, through: int) -> tuple[int, int]:
-        """(tokens of the prompt that are not in the tree, most tokens of the reply). A request beyond a limit waits for the
-        running requests: an error now could end the episode before its first reply, and a request that ends may leave room.
-
-        Errors: as `_room`."""
+        """(number of the prompt's tokens that are not in the tree, limit for the reply's tokens). A request beyond a limit waits
+        for the running requests: an error now could end the episode before its first reply, and a running request may use fewer
+        tokens than its limit. Errors: as `_room`."""
         while True:
             added = prompt_ids.size - self._tree.known(prompt_ids, through)
             try:
@@ -370,8 +373,7 @@ class Session:
             await self._request_ended.wait()
 
     def _room(self, prompt_ids: Int32Array, sampling: SamplingParams, added: int) -> int:
-        """Most tokens of a reply, at least one. `added`: tokens of the prompt that are not in the tree.
-
+        """The limit for the tokens of a reply, at least 1. `added`: the number of the prompt's tokens that are not in the tree.
         Errors: `EpisodeLimit`, `ConfigError`, `DataError`."""
         limits = self._limits
         if not prompt_ids.size:
@@ -407,32 +409,33 @@ class Session:
     def _find_continued(
         self, messages: Messages, tools: list[Any], branch: str
     ) -> tuple[RecordedTurn | None, int, Int32Array, Messages]:
-        """(the recorded turn that is continued, its last token, token ids of the request, messages with the recorded replies)."""
+        """(the recorded turn that the request continues or None, index of that turn's last token or -1, prompt of the request,
+        messages with the replies as they were recorded)."""
         best: tuple[tuple[int, bool, int], RecordedTurn, int, Messages] | None = None
         sent = Spelling(messages)
-        for number, (exchange, spellings, end, of_branch) in enumerate(self._exchanges):
+        for number, (turn, spellings, end, of_branch) in enumerate(self._exchanges):
             for spelling in spellings:
                 if not spelling.begins(sent):
                     continue
                 priority = (len(spelling), of_branch == branch, number)
                 if best is None or priority > best[0]:
-                    best = priority, exchange, end, [*exchange.messages, exchange.reply, *messages[len(spelling) :]]
+                    best = priority, turn, end, [*turn.messages, turn.reply, *messages[len(spelling) :]]
         cause = "messages"
         if best is not None:
-            _, exchange, end, messages = best
-            tools = exchange.tools if exchange.tools == tools else tools
-            ids = self.format.extend(exchange, messages, tools)
+            _, turn, end, messages = best
+            tools = turn.tools if turn.tools == tools else tools
+            ids = self.format.extend(turn, messages, tools)
             if ids is not None:
-                return exchange, end, ids, messages
-            cause = "template" if exchange.tools == tools else "tools"
-        is_repeated = any(exchange.messages == messages for exchange, *_ in self._exchanges)
+                return turn, end, ids, messages
+            cause = "template" if turn.tools == tools else "tools"
+        is_repeated = any(turn.messages == messages for turn, *_ in self._exchanges)
         has_history = best is not None or any(of_branch == branch for *_, of_branch in self._exchanges)
         if has_history and not is_repeated:
             self.format.count_fork(cause)
         return None, -1, self.format.render(messages, tools), messages
 
     def _record(self, last: RecordedTurn | None, new: RecordedTurn, end: int, branch: str) -> None:
-        """Keep a request and its reply for the requests that continue them. `last`: the turn that the request continued."""
+        """Record a request and its reply, for requests that continue them. `last`: the turn that this request continued."""
         messages, reply = new.messages, new.reply
         spellings = [[*messages, reply]]
         if messages[-1]["role"] == "assistant":
@@ -452,7 +455,7 @@ class Session:
         self._exchanges.append((new, [Spelling(each) for each in spellings], end, branch))
 
     def _completion(self, tree: TokenTree) -> str | Messages:
-        """The messages behind the first request, on the path of the last reply. A text if no request had messages."""
+        """The messages after those of the first request, up to the last reply. A text if no request had messages."""
         if not self._exchanges:
             path = tree.path(tree.tokens.size - 1)
             ids = tree.tokens["id"][path[path >= tree.prompt_length]]

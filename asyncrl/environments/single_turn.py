@@ -1,4 +1,4 @@
-"""One prompt, one completion: the environment of plain questions with a checkable answer."""
+"""The environment `single_turn`: one completion for each prompt."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from asyncrl.types import GenerationRequest, Messages, Prompt, SamplingParams, T
 
 
 def episode_seed(seed: int, group_id: int, member: int) -> int:
-    """The seed of one episode, in [0, 2**63): a hash of run seed, group and member. The order of arrival does not matter.
-
-    The seed is equal on every machine and in every process (BLAKE2b over three little-endian 64-bit integers).
-    """
+    """The seed of one episode, in [0, 2**63): a hash of the run's `seed`, group and member. The seed is equal on every machine."""
     return hashed_seed(struct.pack("<Qqq", seed % (1 << 64), group_id, member), b"asyncrl-episode")
 
 
 def hashed_seed(data: bytes, purpose: bytes) -> int:
-    """A seed in [0, 2**63)."""
+    """A seed in [0, 2**63). Equal `data` with different `purpose` gives independent seeds. `purpose`: at most 16 bytes."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=purpose).digest(), "little") >> 1
 
 
 class SingleTurn:
-    """Samples one completion for the prompt. Every sampled token is trained, including the token that ends the completion.
+    """Samples one completion for the prompt. Every sampled token is trained, including a token that ends the completion.
 
     If the prompt is a string, the completion is a string; else it is `[{"role": "assistant", "content": text}]`.
     """
 
     def __init__(self, tokenizer: Any, sampling: SamplingParams, seed: int, text: CompletionText | None = None) -> None:
-        """`text`: decodes a completion; None: with the defaults of `reward.text`."""
+        """`text`: decodes completions; None: as the defaults of `reward.text` say."""
         self._text = text or CompletionText(tokenizer)
         self._sampling = sampling
         self._seed = seed
@@ -70,5 +67,5 @@ class SingleTurn:
 
 
 def _after_prompt(prompt: Prompt, filler: float, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[C] -> [P + C]: `filler` for the prompt's tokens, in the dtype of the column."""
+    """`column` [C] with `filler` for the prompt's tokens before it: [P + C]."""
     return np.concatenate([np.full(prompt.ids.size, filler, dtype=column.dtype), column])

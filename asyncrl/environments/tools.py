@@ -3,8 +3,8 @@
     function --> `as_tool` --> schema for the chat template
     calls of a reply --> `Toolbox.run` --> one message for each call, in the order of the calls
 
-The model may write anything as the arguments of a call, and a tool may do anything. Each failure becomes a short text for the model
-and a count `tools/NAME/...`. No failure raises an exception in the episode.
+The model may write anything as the arguments of a call, and a tool may raise anything. Each failure of a call becomes a short text
+for the model and a count `tools/...`. Only a Ctrl-C is raised in the episode.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from asyncrl.errors import ConfigError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Messages
 
-# At its first use pydantic reads its plugins from files, which would block the event loop.
+# At its first use pydantic reads its plugins from files. Use it here once, because later this would block the event loop.
 validate_call(lambda: None)
 
-# Most calls of synchronous tools at a time. A call that was given up counts until it ends.
+# Limit of calls of synchronous tools that run at the same time. A call that has missed its deadline counts until the call ends.
 MOST_THREADS = 256
-# The most characters of an error that the model reads.
+# A longer error text is cut.
 _ERROR_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool. `schema`: in OpenAI's form. `call` gets the arguments by name. A coroutine function runs on the event loop, any other
-    function on a thread. The result is a text, or a value that JSON can hold (dataclasses and pydantic models included)."""
+    """A tool. `schema`: in OpenAI's form. `call` gets the arguments by keyword. A coroutine function runs on the event loop, any
+    other function in a thread. `call` returns a text, or a value that JSON can hold (dataclasses and pydantic models included)."""
 
     name: str
     schema: Mapping[str, Any]
@@ -54,14 +54,14 @@ AnyTool: TypeAlias = Tool | Callable[..., Any]
 
 
 def as_tool(tool: AnyTool) -> Tool:
-    """Make a tool of a function whose docstring describes the tool and each argument in Google's style, and whose arguments have
-    types. The arguments of a call are checked against the types. Errors: ConfigError."""
+    """Make a tool of a function. Its docstring must describe the tool and each argument in Google's style, and its arguments must
+    have types. The arguments of a call are checked against the types. A `Tool` is returned unchanged. Errors: ConfigError."""
     if isinstance(tool, Tool):
         return tool
     name = getattr(tool, "__name__", "")
     if not callable(tool) or not name.isidentifier():
         raise ConfigError(f"{tool!r:.80} is not a tool; give a function with a name, or an asyncrl.Tool")
-    # A method is a new object each time it is read, so `_checked` is cached by its function.
+    # Each access to a method makes a new object, so the cache of `_checked` uses the method's function.
     function = getattr(tool, "__func__", tool)
     schema, checked = _checked(function)
     return Tool(name, schema, checked if function is tool else partial(checked, tool.__self__))  # type: ignore[attr-defined]  # a method
@@ -69,7 +69,7 @@ def as_tool(tool: AnyTool) -> Tool:
 
 @lru_cache(maxsize=256)
 def _checked(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable[..., Any]]:
-    """(schema, the function with checked arguments). Errors: ConfigError."""
+    """(schema, a wrapper of the function that checks the arguments). Errors: ConfigError."""
     # Not at the top: transformers may import torch, and this module is imported without torch.
     from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
@@ -89,23 +89,23 @@ logger = logging.getLogger(__name__)
 
 
 class CallRefused(Exception):
-    """The call of a tool cannot be made. The text is for the model."""
+    """A tool cannot be called with these arguments. The model reads the text."""
 
 
 class Toolbox:
     """Runs the calls of tools, with the limits and the counts of a run."""
 
     def __init__(self, timeout_s: float, max_chars: int, recorder: Recorder) -> None:
-        """`timeout_s`: the deadline of one call. `max_chars`: a longer result is cut."""
+        """`timeout_s`: the time limit of one call. `max_chars`: a longer result is cut."""
         self._timeout_s, self._max_chars = timeout_s, max_chars
         self._recorder = recorder
         self._thread_limit = asyncio.Semaphore(MOST_THREADS)
         self._idle: list[StandbyThread] = []
         self._closed = False
-        self._logged = set[str]()
+        self._logged = set[str]()  # names of tools
 
     async def run(self, tools: Sequence[Tool], calls: Sequence[Mapping[str, Any]]) -> Messages:
-        """Make these calls at the same time. `calls`: in OpenAI's form. Returns their messages with the role `tool`, in order."""
+        """Run these calls concurrently. `calls`: in OpenAI's form. Returns a message with the role `tool` for each, in order."""
         by_name = {tool.name: tool for tool in tools}
         return list(await asyncio.gather(*(self._message(by_name, call) for call in calls)))
 
@@ -166,10 +166,10 @@ class Toolbox:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        """Call on a thread, which cannot be stopped. So a call that is given up counts in `MOST_THREADS` until it ends."""
+        """Call the function in a thread. A thread cannot be stopped, so a late call counts in `MOST_THREADS` until it ends."""
         await self._thread_limit.acquire()
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-        # The start of a thread blocks the loop until the thread runs, so threads are kept.
+        # The start of a thread blocks the loop until the thread runs, so threads are reused.
         thread = self._idle.pop() if self._idle else StandbyThread("asyncrl-tool")
         done: asyncio.Future[None] = loop.create_future()
         results, errors = list[Any](), list[BaseException]()
@@ -196,7 +196,7 @@ class Toolbox:
         return results[0]
 
     def close(self) -> None:
-        """End all threads. A thread whose call does not end is left behind."""
+        """End all idle threads. A thread with a running call ends after the call."""
         self._closed = True
         while self._idle:
             self._idle.pop().work.put(None)
@@ -218,7 +218,7 @@ def _arguments(written: Any) -> dict[str, Any]:
 
 
 def _text(result: Any, name: str) -> str:
-    """A text is returned unchanged; other values as JSON. Errors: TypeError."""
+    """The result of a tool as a text: a text unchanged, any other value as JSON. Errors: TypeError."""
     if isinstance(result, str):
         return result
     try:
@@ -231,12 +231,12 @@ def _text(result: Any, name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and tensors, and what pydantic knows: dataclasses, its models, dates, paths, sets. Errors: ValueError."""
+    """Arrays, tensors, and whatever pydantic converts (dataclasses, dates, paths, sets), for JSON. Errors: ValueError."""
     return value.tolist() if hasattr(value, "tolist") else to_jsonable_python(value)
 
 
 def _brief(error: Exception) -> str:
-    """The error in one line, for the model."""
+    """The error in one short line, for the model."""
     if isinstance(error, ValidationError):
         text = "; ".join(
             f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)

@@ -1,6 +1,6 @@
 """Engines sample tokens from the policy. All implement `ports.Engine`.
 
-Start reading in `owner.py` (the part that all engines of a process share) and `embedded/engine.py` (the engine of this package).
+Start reading in `owner.py` (the base of all engines but `worker/`) and `embedded/engine.py` (the engine of this package).
 
     embedded/    continuous batching, on the trainer's model or on a worker's
     worker/      an engine whose requests are served by worker processes

@@ -1,8 +1,7 @@
 """An engine without a model, for tests and dry runs: continuous batching with made-up tokens.
 
-A completion depends only on its request and the engine's seed, never on the order of arrival. A decode step occupies the lane for
-`decode_step_s`, whatever its number of sequences: a real step spends its time on reading weights. The lane decides whether this
-time is virtual, real or none.
+The tokens of a completion depend only on the request, `seed` and `length_sigma`, not on the order of arrival. A decode step
+occupies a `SimulatedLane` for `decode_step_s`, whatever the number of sequences. A `ThreadLane` ignores this time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LEAST_PROBABILITY = 1e-6  # keeps the logarithm of a random number finite
 
 @dataclass(slots=True)
 class _DryRow:
-    """A made-up completion, decided at admission; only the versions come step by step."""
+    """A made-up completion. Admission draws its tokens; each decode step adds the version of one more token."""
 
     tokens: Int32Array  # [C]
     logprobs: npt.NDArray[np.float32]  # [C]
@@ -39,9 +38,9 @@ class _DryRow:
 class DryRunEngine(OwnedEngine):
     """Implements `ports.Engine` and `ports.WeightSink`.
 
-    length_sigma: standard deviation of the natural logarithm of a completion's length. The median length is half of max_tokens, and
-    the shortest min_tokens + 1. 0: every completion has the median length. A request without stop tokens gets max_tokens.
-    version_source: returns the current policy version; called on the lane in each decode step.
+    length_sigma: standard deviation of the natural logarithm of a completion's length. With 0 every length is the median, half of
+    max_tokens. Lengths are limited to min_tokens + 1 ... max_tokens. A request without stop tokens gets max_tokens tokens.
+    version_source: returns the current policy version. It is called on the lane.
     """
 
     def __init__(
@@ -64,37 +63,39 @@ class DryRunEngine(OwnedEngine):
         self._decode_step_s = decode_step_s
         self._length_sigma = length_sigma
         self._seed = seed
-        self._rows: dict[int, _DryRow] = {}
-        self._free = list(range(max_sequences - 1, -1, -1))
+        self._rows: dict[int, _DryRow] = {}  # by slot
+        self._free_slots = list(range(max_sequences - 1, -1, -1))
 
     def _draw(self, job: Job) -> _DryRow:
         sampling = job.request.sampling
         # numpy refuses negative seeds.
-        random = np.random.default_rng([self._seed, job.request.seed & 0xFFFFFFFFFFFFFFFF])
+        generator = np.random.default_rng([self._seed, job.request.seed & 0xFFFFFFFFFFFFFFFF])
         median = max(1, sampling.max_tokens // 2)
-        drawn = max(sampling.min_tokens + 1, round(median * math.exp(self._length_sigma * random.standard_normal())))
+        factor = math.exp(self._length_sigma * generator.standard_normal())
+        drawn_length = max(sampling.min_tokens + 1, round(median * factor))
         stop_ids = [*sampling.stop_token_ids, *([] if sampling.ignore_eos else [EOS])]
-        stops = drawn < sampling.max_tokens and bool(stop_ids)
-        length = drawn if stops else sampling.max_tokens
-        tokens = random.integers(0, VOCABULARY, length).astype(np.int32)
+        stops = drawn_length < sampling.max_tokens and bool(stop_ids)
+        length = drawn_length if stops else sampling.max_tokens
+        tokens = generator.integers(0, VOCABULARY, length).astype(np.int32)
+        # Tokens that would end the completion early are replaced by the smallest other token.
         ends = {EOS, *stop_ids}
         tokens[np.isin(tokens, [*ends])] = next(token for token in itertools.count() if token not in ends)
         if stops:
             tokens[-1] = stop_ids[0]
-        logprobs = np.log(np.maximum(random.random(length), LEAST_PROBABILITY)).astype(np.float32)
+        logprobs = np.log(np.maximum(generator.random(length), LEAST_PROBABILITY)).astype(np.float32)
         return _DryRow(tokens, logprobs, FinishReason.STOP if stops else FinishReason.LENGTH, [])
 
     async def _prepare(self) -> None:
         pass
 
     def _add(self, job: Job) -> int:
-        slot = self._free.pop()
+        slot = self._free_slots.pop()
         self._rows[slot] = self._draw(job)
         return slot
 
     def _remove(self, job: Job, finished: bool) -> None:
         del self._rows[job.slot]
-        self._free.append(job.slot)
+        self._free_slots.append(job.slot)
 
     def _decode(self) -> list[int]:
         version = self._version_source()

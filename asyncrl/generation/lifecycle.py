@@ -1,4 +1,4 @@
-"""Opening and closing of an engine. An engine is opened once and has one owner task.
+"""Opening and closing of an engine, which can be opened once. One task, the engine's *owner*, does the work from then on.
 
 When the owner task ends (by closing, an error or a cancellation), all waiting calls get an exception, so none of them hangs. An
 error of the owner is also raised by `async with engine`.
@@ -22,7 +22,7 @@ TRACK = "engine"
 
 @dataclass(eq=False, slots=True)
 class WeightUpdate:
-    """A call of `update_weights`, until all later tokens come from `version` or a newer version."""
+    """A waiting call of `update_weights`. It ends when all later tokens will come from `version` or a newer version."""
 
     version: int
     future: asyncio.Future[None]
@@ -68,8 +68,8 @@ class BaseEngine(ABC):
         tasks, self._tasks = self._tasks, None
         self._closed = True
         tasks.cancel_scope.cancel()
-        # If the owner fails, the task group cancels the body of `async with`, and must get that cancellation back. The group gets
-        # no other exception of the body, so that `async with` raises it unchanged.
+        # If the owner fails, the task group cancels the body of `async with`, and must get that cancellation back. The task group
+        # gets no other exception of the body: it would wrap the exception, which `async with` must raise unchanged.
         cancelled_by_group = self._failure is not None and isinstance(exc[1], asyncio.CancelledError)
         try:
             await tasks.__aexit__(*(exc if cancelled_by_group else (None, None, None)))
@@ -77,10 +77,10 @@ class BaseEngine(ABC):
             if self._failure is None:
                 raise
         finally:
-            # `_run` does not call `_end` if the owner task is cancelled before its first step.
+            # Needed if the owner task is cancelled before it has started: then `_run` never calls `_end`.
             self._end(None)
         if self._failure is not None:
-            raise self._failure from self._failure.__cause__  # `from` hides the context, a cancellation
+            raise self._failure from self._failure.__cause__  # `from` hides the context
         return None
 
     def _require_open(self) -> None:
@@ -111,8 +111,8 @@ class BaseEngine(ABC):
                 future.set_exception(self._closed_error())
 
     def _closed_error(self) -> EngineClosed:
-        """A new exception for one waiting call, with the failure as its cause. EngineClosed is not an error of the request, so the
-        caller does not count its group as failed."""
+        """A new exception for one waiting call, with the failure as its cause. EngineClosed is no fault of the request,
+        so the caller does not count the request's group as failed."""
         if self._failure is None:
             return EngineClosed("the engine closed while this request was waiting")
         error = EngineClosed(f"the engine failed: {type(self._failure).__name__}: {self._failure}")

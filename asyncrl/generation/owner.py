@@ -3,20 +3,21 @@
     generate() --> waiting --admit (by priority, while there is room)--> running --closures--> result to the caller
                       \\__ caller cancelled: removed at once __/   \\__ removed before the next closure __/
 
-A request needs a free row and cache positions. All rows of the batch have the length of its longest sequence (prompt + max_tokens),
-and all rows together have at most `kv_positions`. A smaller `priority` is admitted first. Requests of equal priority keep their
-order of arrival. No request overtakes the first waiting one, and a single sequence always fits. So every request is admitted at
-some time, unless requests with smaller `priority` keep arriving.
+A request needs a free row and cache positions. Every row of the batch is as long as the batch's longest sequence (prompt +
+max_tokens), and all rows together have at most `kv_positions`. Requests are admitted by `priority`, the smallest first, then by
+arrival. While the first waiting request has no room, all others wait too, and a single sequence always fits. So every request is
+admitted at some time, unless requests with smaller `priority` keep arriving.
 
-Only the owner task changes the running batch: between two closures on the lane it removes aborted sequences, completes weight
-updates, admits requests and delivers results.
+A closure is a function that runs on the lane, the thread of the device. Only the owner task changes the running batch: between two
+closures it removes aborted sequences, completes weight updates, admits requests and delivers results.
 
-If even a short prefill stops all running sequences for longer than a decode step (`prefill_steps` > 0), requests wait. They are
-admitted when the free rows have lost as much, in rows times decode steps, as a prefill costs the running rows. A rule that knew all
-later requests would lose at least half as much (Dooley, Goldman and Scott, "TCP dynamic acknowledgment delay", STOC 1998).
+If a short prefill takes longer than a decode step (`prefill_steps` > 0), requests wait for others, to share one prefill. They wait
+until the free rows have lost as many row steps (rows x decode steps) as a prefill costs the running rows. Without the limit
+`_LONGEST_WAIT` this rule loses at most twice as much as the best rule that knows all later requests (Dooley et al., "TCP dynamic
+acknowledgment delay", STOC 1998).
 
 An engine may keep the cache of a finished request for the next request of its session (`_remove`). A kept cache counts as free:
-`_admit` ignores kept caches, and the engine drops them where a running request needs the room.
+`_admit` ignores kept caches, and the engine drops a kept cache if a running request needs the room.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _LONGEST_WAIT = 32
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One request, and the future that its caller awaits. `slot`: the request's index in the running batch; -1: not running."""
+    """One request, and the future that its caller awaits. `slot`: the number that `_add` gave the request; -1: not running."""
 
     request: GenerationRequest
     future: asyncio.Future[Generation]
@@ -59,8 +60,8 @@ class Job:
 
 
 def kept_age_limit(setting: int, recompute: bool) -> int | None:
-    """Largest age of a kept prefix in versions; None: nothing is kept. `setting`: `engine.kept_prefix_max_age`. `recompute`: every
-    update of the weights recomputes all keys and values, so a kept prefix is never older than the weights."""
+    """Largest age of a kept prefix, in versions; None: nothing is kept. `setting`: `engine.kept_prefix_max_age` (0: keep nothing).
+    `recompute`: no sequence may use keys and values of older weights, so the largest age is 0."""
     return None if setting == 0 else 0 if recompute else setting
 
 
@@ -68,7 +69,7 @@ class OwnedEngine(BaseEngine):
     """See the module docstring. max_sequences: limit of running sequences. max_context: limit of prompt tokens + max_tokens.
     kv_positions: limit of the cache positions of all rows together; None: max_sequences x max_context."""
 
-    # Decode steps that a short prefill takes. 0: a request is admitted as soon as there is room.
+    # How many decode steps last as long as a short prefill. 0: a request is admitted as soon as there is room.
     prefill_steps = 0
 
     def __init__(
@@ -90,9 +91,9 @@ class OwnedEngine(BaseEngine):
         self._ended_sessions: list[str] = []
         self._updates: list[WeightUpdate] = []
         self._wake = anyio.Event()
-        # Since the last admission: free rows that waiting requests could have used, summed over steps; and steps with such a row.
-        self._lost = 0
-        self._waited = 0
+        # Since requests last stopped waiting for others: free rows that they could use, summed over steps; number of such steps.
+        self._lost_row_steps = 0
+        self._waited_steps = 0
         self._tokens = 0
         self._decode_steps = 0
         self._finished_count = 0
@@ -110,14 +111,14 @@ class OwnedEngine(BaseEngine):
 
     @abstractmethod
     def _add(self, job: Job) -> int:
-        """Add the request to the batch, which has room for it. Returns its slot."""
+        """Add the request to the batch, which has room for it. Returns the request's slot, a number that no running request has."""
 
     @abstractmethod
     def _remove(self, job: Job, finished: bool) -> None:
         """Remove the request from the batch. `finished`: the sequence is complete, so its cache may be kept; False: aborted."""
 
     def _end_session(self, session: str) -> None:
-        """Drop what is kept for the session, and keep nothing of its running requests. Engines that keep nothing do nothing."""
+        """Drop the caches that are kept for the session, and keep no cache of its running requests. The default does nothing."""
 
     @abstractmethod
     async def _advance(self) -> list[tuple[Job, Generation]]:
@@ -143,11 +144,8 @@ class OwnedEngine(BaseEngine):
             raise
 
     async def update_weights(self, version: int) -> None:
-        """Wait until all later tokens come from `version` or a newer version.
-
-        Errors: GenerationError if the model still has an older version. Engine and trainer share the model, so the caller must wait
-        for the optimizer step first.
-        """
+        """Wait until all later tokens come from `version` or a newer version. Errors: GenerationError if the model has an older
+        version. Engine and trainer share the model, so the caller must first wait for the end of the optimizer step."""
         self._require_open()
         update = WeightUpdate(version, asyncio.get_running_loop().create_future())
         self._updates.append(update)
@@ -155,7 +153,7 @@ class OwnedEngine(BaseEngine):
         await update.future
 
     def end_session(self, session: str) -> None:
-        """See `ports.Engine`. The owner task drops what is kept before it admits another request."""
+        """See `ports.Engine`. The owner task drops the kept caches before it admits another request."""
         self._ended_sessions.append(session)
         self._wake.set()
 
@@ -175,7 +173,7 @@ class OwnedEngine(BaseEngine):
     # -- the owner ----------------------------------------------------------------------------------------------------
 
     def _abort(self, job: Job) -> None:
-        """Remove a request whose caller was cancelled. The owner task removes a running one before the next closure."""
+        """Remove a cancelled request: at once if it waits; if it runs, the owner task removes it before the next closure."""
         if job.slot >= 0:
             self._aborted.append(job)
             self._wake.set()
@@ -204,7 +202,7 @@ class OwnedEngine(BaseEngine):
 
     def _remove_aborted(self) -> None:
         for job in self._aborted:
-            # -1: the sequence was complete, and was delivered, after the abort.
+            # slot -1: the sequence was complete and was delivered before this removal.
             if job.slot >= 0:
                 self._remove_running(job, finished=False)
                 self._aborted_count += 1
@@ -254,13 +252,13 @@ class OwnedEngine(BaseEngine):
         return max((job.positions for job in list(self._running.values())), default=0)
 
     def _waits_for_others(self) -> bool:
-        """Whether the waiting requests shall wait for later ones. Called once before each closure."""
+        """Count lost row steps. Returns whether waiting requests shall wait for later ones. Called once before each closure."""
         free = min(len(self._waiting), self.max_sequences - len(self._running))
-        self._lost += free
-        self._waited += free > 0
-        if self._lost < self.prefill_steps * len(self._running) and self._waited < _LONGEST_WAIT:
+        self._lost_row_steps += free
+        self._waited_steps += free > 0
+        if self._lost_row_steps < self.prefill_steps * len(self._running) and self._waited_steps < _LONGEST_WAIT:
             return True
-        self._lost = self._waited = 0
+        self._lost_row_steps = self._waited_steps = 0
         return False
 
     def _admit(self) -> None:

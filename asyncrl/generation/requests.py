@@ -15,7 +15,7 @@ from asyncrl.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, GenerationReq
 if TYPE_CHECKING:
     from asyncrl.config.schema_rollouts import RolloutConfig
 
-# In characters. The record of a sequence contains the stop string that ended the sequence, so its length has a limit.
+# In characters. The record of a sequence contains the stop string that ended the sequence, so stop strings have a limit.
 _LONGEST_STOP = 512
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -57,15 +57,15 @@ def _token_id(name: str, key: int | str, tokenizer: Any) -> int:
 
 
 def _encodings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
-    """The tokens of the word without a leading space and, as in vLLM, with one. The form with a space is left out if it has another
-    number of tokens or the same first token."""
+    """The tokens of the word without a leading space and, as in vLLM, with a leading space. The form with a space is omitted if it
+    has another number of tokens or the same first token."""
     plain = _encode("bad_words", word.lstrip(), tokenizer)
     after_space = tuple(map(int, tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)))
     return [plain, after_space] if len(after_space) == len(plain) and after_space[0] != plain[0] else [plain]
 
 
 def _encode(name: str, text: str, tokenizer: Any) -> tuple[int, ...]:
-    # Decoding detects tokens that stand for unknown text.
+    # Only decoding shows whether the tokenizer has replaced the text by a token for unknown text.
     ids = tuple(map(int, tokenizer.encode(text, add_special_tokens=False)))
     decoded = tokenizer.decode(list(ids))
     if not ids or "".join(decoded.split()) != "".join(text.split()):
@@ -76,7 +76,7 @@ def _encode(name: str, text: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def check_request(request: GenerationRequest, max_context: int) -> None:
-    """Errors: GenerationError for a request that no engine can serve. `max_context`: limit of prompt tokens + max_tokens."""
+    """Errors: GenerationError for an invalid request. `max_context`: the engine's limit of prompt tokens + max_tokens."""
     sampling, size = request.sampling, int(request.prompt_ids.size)
     problem = None
     if size < 1:
@@ -101,7 +101,7 @@ def _are_stops(stop: Any) -> bool:
 
 
 def _are_biases(biases: Any) -> bool:
-    # Not every mapping can be pickled, which sends a request to a worker.
+    # Only a dict: a request for a worker is pickled, and some other mappings cannot be pickled.
     is_dict = isinstance(biases, dict)
     return is_dict and all(isinstance(token, Integral) and -100 <= bias <= 100 for token, bias in biases.items())
 
@@ -113,16 +113,13 @@ def _sampling_problem(sampling: SamplingParams) -> str | None:
         "temperature": (f"{low:g} to {high:g}, or 0: greedy", lambda t: t == 0 or low <= t <= high),
         "top_p": ("0 < top_p <= 1", lambda p: 0 < p <= 1),
         "top_k": ("at least 0", lambda k: k >= 0),
-        "stop": (
-            f"a tuple of strings of 1 to {_LONGEST_STOP} characters, none of them a lone surrogate",
-            _are_stops,
-        ),
+        "stop": (f"a tuple of strings of 1 to {_LONGEST_STOP} characters, without a lone surrogate", _are_stops),
         "min_p": ("0 to 1", lambda p: 0 <= p <= 1),
-        "repetition_penalty": ("a number above 0", lambda x: 0 < x < math.inf),
+        "repetition_penalty": ("a finite number above 0", lambda x: 0 < x < math.inf),
         "presence_penalty": ("-2 to 2", lambda x: -2 <= x <= 2),
         "frequency_penalty": ("-2 to 2", lambda x: -2 <= x <= 2),
         "logit_bias": ("a dict of token ids, each with a number from -100 to 100", _are_biases),
-        "bad_words": ("words of one token or more", all),
+        "bad_words": ("words of at least one token", all),
         "min_tokens": (f"0 to max_tokens = {sampling.max_tokens}", lambda n: 0 <= n <= sampling.max_tokens),
     }
     for name, (allowed, is_allowed) in expected.items():
@@ -133,7 +130,7 @@ def _sampling_problem(sampling: SamplingParams) -> str | None:
 
 
 def check_tokens(request: GenerationRequest, vocabulary: int, has_tokenizer: bool) -> None:
-    """Errors: GenerationError for token ids outside of [0, vocabulary), and for stop strings without a tokenizer."""
+    """Errors: GenerationError for token ids outside of [0, vocabulary), and for stop strings if the engine has no tokenizer."""
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= vocabulary:
         raise GenerationError(

@@ -1,8 +1,9 @@
-"""Access control of an HTTP door: a key, and checks against requests of web pages.
+"""Access control of an HTTP door, a server of the run for other programs: a key, and checks against requests of web pages.
 
 A web page in a browser on this machine can send requests to 127.0.0.1. Four checks refuse such requests before the body is read:
-the page does not know the key; a browser sends JSON to another origin only after a preflight request, which the door refuses
-(Content-Type); a browser sends the page's origin (Origin); and after DNS rebinding it sends the page's host name (Host).
+* Key: the page does not know it.
+* Content-Type must be JSON. To another origin a browser sends JSON only after a preflight request, which the door refuses.
+* Origin: a browser sends the origin of the page. Host: after DNS rebinding a browser sends the host name of the page.
 
 The key is the first part of the URL's path, because a client of Atropos is configured with a base URL only. Clients that can send
 headers may use `Authorization: Bearer KEY` or `x-api-key: KEY` instead.
@@ -36,15 +37,14 @@ class Address:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port
     key: str | None = None  # None: a random key; "": no key, on loopback only
-    # Further host names with which clients may address this machine.
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # further host names that clients may use
 
 
 class Refused(Exception):
-    """Ends a request with the HTTP status `status`. The reply contains the message and `state`."""
+    """Ends a request with the HTTP status `status`. The default reply is JSON: `message`, and `state` under the name `status`."""
 
     def __init__(self, status: int, message: str, *, state: str = "refused", allow: Sequence[str] = ()) -> None:
-        """`allow`: methods of the path, for status 405."""
+        """`allow`: the methods that the path takes, for the header Allow of status 405."""
         super().__init__(message)
         self.status = status
         self.state = state
@@ -52,7 +52,7 @@ class Refused(Exception):
 
 
 class Access:
-    """The access checks of one door. Errors: ConfigError for an invalid key."""
+    """The access checks of one door. `names_setting`: the setting that adds host names. Errors: ConfigError for an invalid key."""
 
     names_setting = "door.http_names"
 
@@ -74,7 +74,7 @@ class Access:
         self._names.update(addresses)
 
     def origin(self, port: int) -> str:
-        """The URL for clients, without a path."""
+        """The URL for clients, without the key and without a path."""
         host = socket.gethostname() if self._is_wildcard else self._host
         # A URL needs brackets around an IPv6 address.
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -92,7 +92,7 @@ class Access:
         return self.check_key(request)
 
     def check_content(self, request: web.BaseRequest) -> None:
-        """Errors: Refused for a POST or a body without the Content-Type of JSON."""
+        """Errors: Refused if the Content-Type is not JSON, for a POST request and for every request with a body."""
         if (request.method == "POST" or request.body_exists) and request.content_type.lower() != "application/json":
             raise Refused(415, f"Content-Type is {request.content_type[:100]!r}; send application/json")
 
@@ -105,7 +105,7 @@ class Access:
                 return path
         raise Refused(
             401,
-            "the request has no key, or the key of another run: use the complete URL that the run printed at its start "
+            "the request has no key, or a wrong one: use the complete URL that the run printed at its start "
             "(http://HOST:PORT/KEY), or the header `Authorization: Bearer KEY`; the setting door.http_key sets the key",
         )
 
@@ -125,7 +125,7 @@ class Access:
 
 
 def keys_of(request: web.BaseRequest) -> list[tuple[str, str]]:
-    """(possible key, path without this key) for the first part of the path, and for the header."""
+    """Two possible keys, each with the path without that key: the first part of the path, and the key of a header ("" if none)."""
     first, slash, rest = request.path[1:].partition("/")
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     header = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")

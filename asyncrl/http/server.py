@@ -4,7 +4,7 @@
                               │ at the limit for `GRACE_S`: connections without a request are closed;
                               ▼ if all have a request, a new connection waits until a connection ends
 
-aiohttp itself closes a connection, silent or slow, if the headers of its next request are not complete within `IDLE_S`.
+aiohttp itself closes a silent or slow connection: the headers of its next request must be complete within `IDLE_S`.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ except ImportError as error:
         "(asyncrl.client)"
     ) from error
 
-# Environment servers open one connection for each request.
+# Many, because environment servers open one connection for each request.
 MOST_CONNECTIONS = 256
 # Time limit from the connection, or from the last reply, to the headers of a request.
 IDLE_S = 15.0
 # If the limit is reached for this time, connections without a request are closed.
 GRACE_S = 1.0
-# Time limit of a body, and of a pause in it.
+# Time limits: of a whole body, and of a pause between two pieces of a body.
 BODY_S = 30.0
 PAUSE_S = 5.0
-# How long the server keeps reading a refused body. Without this time the sender may miss the reply.
+# How long the server goes on reading a refused body. If the server stopped at once, the sender could miss the reply.
 _LINGER_S = 1.0
 # Time limit of requests that run when the server closes.
 _SHUTDOWN_S = 5.0
-# Pause before the next try to accept: no event reports that a descriptor is free.
+# Pause before the next try to accept, when file descriptors or memory have run out: no event reports that some are free again.
 _RETRY_S = 0.1
 _BACKLOG = 128
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-# Errors of the sender.
+# aiohttp's errors for bytes that are not valid HTTP, and for a body that ends early.
 _UNREADABLE = (HttpProcessingError, ClientPayloadError, web.RequestPayloadError)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -63,23 +63,23 @@ log = logging.getLogger("asyncrl.http")
 
 def _is_shown(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
-    # uvloop raises this error for a reply to a client that has gone. asyncio raises no error.
-    gone = isinstance(error, RuntimeError) and "the handler is closed" in str(error)
+    # uvloop raises this error for a reply to a client that has disconnected. asyncio raises no error.
+    disconnected = isinstance(error, RuntimeError) and "the handler is closed" in str(error)
     # Anybody can send unreadable bytes, without a key and without end. aiohttp answers 400; its tracebacks would fill the log.
-    return not gone and not isinstance(error, _UNREADABLE)
+    return not disconnected and not isinstance(error, _UNREADABLE)
 
 
 log.addFilter(_is_shown)
 
 
 def most_connections(limit: int = MOST_CONNECTIONS) -> int:
-    """`limit`, but at most a quarter of this process's descriptors; the run needs the rest."""
+    """`limit`, but at most a quarter of the file descriptors that this process may open; the run needs the others."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return limit if soft == resource.RLIM_INFINITY else max(1, min(limit, soft // 4))
 
 
 def reply(code: int, **fields: Any) -> web.Response:
-    """The fields as a JSON object."""
+    """A reply with the HTTP status `code`. The body is `fields` as a JSON object."""
     return web.Response(status=code, body=orjson.dumps(fields), content_type="application/json")
 
 
@@ -90,12 +90,13 @@ def refusal(error: Refused, _: web.BaseRequest) -> web.Response:
 
 async def receive(request: web.BaseRequest, max_bytes: int, count: Callable[[int], None] = lambda _: None) -> bytearray:
     """The body, not decompressed. `count` is called with the size of each piece and may raise Refused.
-    Errors: Refused: the body has more than `max_bytes` bytes (413), is slow (408) or cut off (400)."""
+    Errors: Refused: the body has more than `max_bytes` bytes (413), is slow (408), or cut off or invalid (400)."""
     too_long = Refused(413, f"the body has more than {max_bytes:,} bytes; send less in one request")
     if (request.content_length or 0) > max_bytes:
         raise too_long
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # Else aiohttp would take these bytes for the start of a reply, and could not reply to a later error.
         request.writer.output_size = 0
     body = bytearray()
     body_deadline = anyio.current_time() + BODY_S
@@ -127,23 +128,23 @@ class _Connections(web.Server):
             logger=log,
             # aiohttp would decompress a body before the key is checked.
             auto_decompress=False,
-            # A group whose sender disconnected is not pushed, because the sender will send it again. Tokens that nobody waits
-            # for are not sampled.
+            # Cancels the handler of a client that disconnects. The group of such a client is not pushed, because the client may
+            # send it again, and no tokens are sampled that nobody waits for.
             handler_cancellation=True,
             keepalive_timeout=IDLE_S,
             lingering_time=_LINGER_S,
         )
-        self.limit = asyncio.Semaphore(limit)
+        self.free_connections = asyncio.Semaphore(limit)  # acquired by `HttpServer._accept`
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
-        self.limit.release()
+        self.free_connections.release()
 
 
 class HttpServer:
     """`async with HttpServer(Access(address), routes) as server` listens at `server.url`; `routes` are handlers by method and path.
 
-    `listen` may be called earlier, to get the URL: the kernel keeps connections until the server is entered.
+    `listen` may be called earlier, to get the URL: the kernel queues connections until `async with` accepts them.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class HttpServer:
         # Connections whose request is being handled.
         self._busy: set[Any] = set()
         self._listening: list[socket.socket] = []
-        # Shielded: even a cancelled run accepts connections until the server is left, so that clients learn of the end of the run.
+        # Shielded: even a cancelled run accepts connections until `__aexit__`, so that clients learn of the end of the run.
         self._accepting = anyio.CancelScope(shield=True)
         self._exit_stack = AsyncExitStack()
 
@@ -174,7 +175,6 @@ class HttpServer:
         with ExitStack() as sockets:
             try:
                 found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-                # Without duplicates: (family, address) -> None.
                 addresses = dict.fromkeys((family, address) for family, _, _, _, address in found)
                 listening = [
                     sockets.enter_context(socket.create_server(address[:2], family=family, backlog=_BACKLOG))
@@ -191,7 +191,7 @@ class HttpServer:
         return self.url
 
     def stop_listening(self) -> None:
-        """Stop listening, if the server was not entered after `listen`."""
+        """Close the sockets of `listen`. Does nothing after `__aenter__`, which takes over the sockets."""
         for listener in self._listening:
             listener.close()
         self._listening = []
@@ -234,18 +234,18 @@ class HttpServer:
         while True:
             await anyio.wait_readable(listening)
             with anyio.move_on_after(GRACE_S) as patience:
-                await server.limit.acquire()
+                await server.free_connections.acquire()
             if patience.cancelled_caught:
                 for connection in server.connections:
                     if connection not in self._busy and connection.transport is not None:
                         connection.transport.abort()
-                await server.limit.acquire()
+                await server.free_connections.acquire()
             try:
                 accepted, _ = listening.accept()
                 accepted.setblocking(False)
                 await loop.connect_accepted_socket(server, accepted)
             except OSError as error:
-                server.limit.release()
+                server.free_connections.release()
                 if error.errno in _OUT_OF_RESOURCES:
                     await anyio.sleep(_RETRY_S)
                 # BlockingIOError and ConnectionError: the client has closed the connection already.
@@ -266,10 +266,10 @@ class HttpServer:
             response = self._refusal(error, request)
             if error.allow:
                 response.headers["Allow"] = ", ".join(error.allow)
-            # A refused client must not hold a connection, nor send the rest of its body.
+            # A refused client must neither hold a connection nor send the rest of its body.
             response.force_close()
         finally:
             self._busy.discard(request.protocol)
-        if self._server.limit.locked():
+        if self._server.free_connections.locked():
             response.force_close()
         return response

@@ -1,9 +1,9 @@
 """Loads a policy from a Hugging Face directory, a hub id, a GGUF file, a function, or a config.json with random weights.
 
-A safetensors checkpoint in bfloat16 or float16 is mapped into memory and not copied. The policy casts its weights to the dtype of
-the masters on the device, one at a time, so a process needs little host memory beside the page cache, which all processes of a
-machine share. Other sources are loaded into host memory as float32, or as float64 if `ModelConfig.dtype`, the dtype of the matrix
-products, is float64. A checkpoint that would load silently with wrong weights or settings is refused here, before training.
+As a rule a safetensors checkpoint in bfloat16 or float16 is mapped into memory, not copied. The policy casts its weights one by one
+on the device, so a process needs little host memory besides the page cache, which all processes of a machine share. Other sources
+are loaded into host memory in the dtype of the masters (the weights that the optimizer updates): float32, or float64 if
+`ModelConfig.dtype` is float64. Checkpoints that transformers would silently load with wrong weights or settings are refused.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from .rotary import hold_frequencies, length_dependent_message
 
 logger = logging.getLogger("asyncrl.models")
 
-# Chooses the path of a model that was just loaded. In a run this is the gate (runtime/gate.py).
+# Chooses the path (paths.py) of a model that was just loaded. In a run this is the gate (runtime/gate.py).
 Choose = Callable[[PreTrainedModel], ModelPath]
 # transformers and its model classes raise many types of errors for files that they cannot read.
 LOADING_ERRORS = (Exception,)
-# No code of a checkpoint is run. Without this argument transformers would ask at the terminal.
+# No code of a checkpoint is run. Without this argument transformers would ask at the terminal whether to run it.
 NO_REMOTE_CODE: dict[str, Any] = {"trust_remote_code": False}
 # Makes `from_pretrained` return the report that `require_all_weights` reads.
 WITH_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -75,7 +75,7 @@ def load_policy(
     """(policy, tokenizer). Errors: ConfigError.
 
     seed: of the random weights of `random_init` and of adapters; also the argument of a function in `model.path`.
-    choose: chooses the path. None: fused or packed, as the layers allow, without the comparisons of the gate.
+    choose: chooses the path. None: fused if the layers allow it, else packed, without the comparisons of the gate.
     longest: tokens of the longest row of a run, for rotary frequencies that depend on the length of a row (rotary.py). None:
     transformers computes the frequencies for each row.
     """
@@ -96,13 +96,13 @@ def load_policy(
 def load_served(
     config: ModelConfig, device: torch.device | str, seed: int, choose: Choose | None, longest: int
 ) -> tuple[PolicyModel, PreTrainedModel, Any]:
-    """(policy, model, tokenizer) of a sharded run. The policy is on `device` in the dtype of the products, and cannot be trained.
-    The model has the loaded tensors, and the caller will shard them over the ranks. Errors: ConfigError."""
+    """(policy, model, tokenizer) of a run with sharded masters. The policy is on `device` in the matmul dtype, and cannot be
+    trained. The model has the loaded tensors, which the caller shards over the ranks. Errors: ConfigError."""
     require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
     module, tokenizer = load_module(config, seed)
     path = None if choose is None else choose(module)
     hold_rotary(module, longest)
-    # The policy copies the weights, and leaves the loaded tensors to `host_model`.
+    # `host_model` keeps the loaded tensors. The policy copies the weights out of them.
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
     host_model = copy.deepcopy(module, shared)
     policy = PolicyModel(
@@ -112,9 +112,9 @@ def load_served(
 
 
 def require_saveable(module: PreTrainedModel, tokenizer: Any) -> None:
-    """Writes a checkpoint without weights to a temporary directory, so that errors come before the training. Moves generation
-    settings of the model's configuration to `generation_config`. transformers refuses to write a `generation_config` with settings
-    that have no effect, so such settings are unset. Errors: ConfigError."""
+    """Writes a checkpoint without weights to a temporary directory, so that errors come before the training. First moves generation
+    settings of the model's configuration to `generation_config`, and unsets settings of `generation_config` that have no effect,
+    because transformers would refuse to write them. Errors: ConfigError."""
     generation, dtype = module.generation_config, getattr(module.config, "dtype", None)
     for name, value in getattr(module.config, "_get_generation_parameters", dict)().items():
         setattr(generation, name, value)
@@ -166,16 +166,16 @@ def require_ids_fit(module: PreTrainedModel, tokenizer: Any) -> None:
 def load_reader(
     config: ModelConfig, device: torch.device | str, seed: int, path: ModelPath, longest: int
 ) -> PolicyModel:
-    """The policy of a process that only generates and receives its weights from a trainer. `path` is the path that the trainer's
-    gate chose. Errors: ConfigError."""
+    """The policy of a worker, a process that only generates and receives its weights from a trainer. `path`: the path that the gate
+    in the trainer's process chose. Errors: ConfigError."""
     module, _ = load_module(config, seed)
     hold_rotary(module, longest)
     return PolicyModel(module, config.dtype, served=True, head_kernel="torch", path=path, device=torch.device(device))
 
 
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """(model on the host, tokenizer of a builder function or None). The weights are mapped from the files in bfloat16 or float16,
-    or have the dtype of the masters. Errors: ConfigError."""
+    """(model on the host, tokenizer of a builder function, or None without a builder). The weights are mapped from files in
+    bfloat16 or float16, or have the dtype of the masters. Errors: ConfigError."""
     refuse_unread_settings(config)
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
@@ -184,7 +184,7 @@ def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, An
     else:
         module, tokenizer = _build_module(config, seed), None
     _check_tied(module)
-    # `_repair` changed the epsilon of the configuration. Modules copied the old epsilon when they were built.
+    # Modules may have copied the epsilon of the configuration before `_repair` rounded it.
     for part in module.modules():
         if isinstance(getattr(part, "variance_epsilon", None), float):
             part.variance_epsilon = float(f"{part.variance_epsilon:.6g}")  # type: ignore[assignment]  # an attribute of Module: Tensor or Module
@@ -207,8 +207,8 @@ def _call_builder(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]
     return module, tokenizer
 
 
-# (model on the meta device, tokenizer) by builder and dtype of the masters. A run asks for both half a dozen times before it loads
-# the weights.
+# Key: builder, dtype of the masters. Value: model on the meta device, tokenizer. A run asks for them half a dozen times before it
+# loads the weights.
 _meta_models: dict[tuple[Callable[[int], Any], torch.dtype], tuple[PreTrainedModel, Any]] = {}
 
 
@@ -252,19 +252,17 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def load_tokenizer_of(config: ModelConfig) -> Any:
-    """The tokenizer that a function in `model.path` returns, or else the result of `load_tokenizer`. Keeps no weights."""
-    if is_builder(config):
-        return _describe_built(config)[1]
-    return load_tokenizer(config)
+    """The tokenizer that the function in `model.path` returns, or else the result of `load_tokenizer`. Keeps no weights."""
+    return _describe_built(config)[1] if is_builder(config) else load_tokenizer(config)
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Number of the model's parameters. A tied parameter counts once. Allocates no weights."""
+    """Number of the model's parameters. A tied parameter counts once. Memory: see `describe_module`."""
     return sum(parameter.numel() for parameter in describe_module(config).parameters())
 
 
 def adapter_sizes(config: ModelConfig) -> tuple[int, int]:
-    """(parameters of all adapters, parameters of all weights with an adapter). Both are 0 without LoRA. Allocates no weights."""
+    """(parameters of all adapters, and of all weights that have an adapter). 0, 0 without LoRA. Memory: see `describe_module`."""
     if not config.lora.rank:
         return 0, 0
     targets = find_targets(describe_module(config), config.lora)
@@ -280,7 +278,7 @@ def describe_module(config: ModelConfig) -> PreTrainedModel:
         with torch.device("meta"):
             module = _of_config(config, load_model_config(config))
         if not config.random_init:
-            # Without a generation_config.json, the one that was made from the model's configuration stays.
+            # Without a generation_config.json, `generation_config` stays as made from the model's configuration.
             with contextlib.suppress(OSError):
                 module.generation_config = GenerationConfig.from_pretrained(model_source(config))
     module.tie_weights()
@@ -307,13 +305,12 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
+    settings = load_model_config(config)
     if config.random_init:
-        settings = load_model_config(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return _of_config(config, settings, dtype=torch.float32)
     path = model_source(config)
-    settings = load_model_config(config)
     try:
         module, report = _read(config, settings, path)
     except LOADING_ERRORS as error:
@@ -323,10 +320,9 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
     require_all_weights(report, f"model.path: {path!r}", ". Use a complete checkpoint, or model.random_init=true")
     ignored = [] if config.gguf_file else _ignored_tensors(module, path)
     if unused := sorted({*report.get("unexpected_keys", ()), *ignored}):
-        kind = type(module).__name__
         logger.warning(
             "model.path: %r holds %d tensors that are no part of the %s that transformers builds, like %s: checkpoints of this "
-            "run will not have these tensors", path, len(unused), kind, unused[0],
+            "run will not have these tensors", path, len(unused), type(module).__name__, unused[0],
         )  # fmt: skip
     _repair(module.config)
     if config.gguf_file:
@@ -354,7 +350,7 @@ def _master_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def _safetensors_files(path: str) -> list[str]:
-    """Files that the hub's cache lacks are downloaded. Empty if the model has no complete set of files."""
+    """Paths of the model's safetensors files, downloaded if the hub's cache lacks them. Empty if the set is incomplete."""
     quiet = {"_raise_exceptions_for_missing_entries": False}
     found = [cached_file(path, "model.safetensors", **quiet)]
     if found == [None] and (index := cached_file(path, "model.safetensors.index.json", **quiet)) is not None:
@@ -364,7 +360,7 @@ def _safetensors_files(path: str) -> list[str]:
 
 
 def _narrow_dtype(files: list[str]) -> torch.dtype | None:
-    """The dtype of the floating-point tensors in the files, if they share one dtype narrower than float32."""
+    """bfloat16 or float16, if that is the dtype of all floating-point tensors in the files. Else None."""
     kinds = set()
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -377,7 +373,7 @@ def _narrow_dtype(files: list[str]) -> torch.dtype | None:
 
 
 def _complete_float32(module: PreTrainedModel) -> str | None:
-    """Makes settings and buffers equal to those of a model that is loaded as float32. Returns None, or why this is impossible."""
+    """Makes settings and buffers equal to those of a model loaded as float32. Returns None, or a reason if this is impossible."""
     if module._keys_to_ignore_on_load_missing:
         return "may have weights that are not in the files"
     if any(map(_is_narrow, (value for part in module.modules() for value in vars(part).values()))):
@@ -389,7 +385,7 @@ def _complete_float32(module: PreTrainedModel) -> str | None:
     narrow = {name: buffer for name, buffer in module.named_buffers() if _is_narrow(buffer)}
     wide: dict[str, Tensor] = {}
     if not narrow.keys() <= saved:
-        # The class computed these buffers in the dtype of the files. A second model, with empty weights, has them in float32.
+        # The class computed buffers in the dtype of the files. A second model, with empty weights, has them in float32.
         with no_init_weights():
             wide = dict(type(module)._from_config(copy.deepcopy(module.config), dtype=torch.float32).named_buffers())
     for name, buffer in narrow.items():
@@ -403,8 +399,8 @@ def _is_narrow(value: object) -> bool:
 
 
 def _class_of(settings: PretrainedConfig) -> Any:
-    """The class that builds a model from `settings`. Usually that is transformers' auto class. For a multimodal checkpoint the auto
-    class would drop the other parts, such as a vision tower, so the class that the checkpoint names is used."""
+    """The class that builds a model from `settings`: transformers' auto class, or for a multimodal checkpoint the class that the
+    checkpoint names, because the auto class would drop parts such as a vision tower."""
     class_name = (getattr(settings, "architectures", None) or [""])[0]
     text_class = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(settings.model_type)
     for kind in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
@@ -424,7 +420,7 @@ def _ignored_tensors(module: PreTrainedModel, path: str) -> list[str]:
     for file in _safetensors_files(path):
         with safe_open(file, "pt") as tensors:
             names += [name for name in tensors.keys() if any(pattern.search(name) for pattern in patterns)]  # noqa: SIM118
-    # A pattern may also match names that the class loads.
+    # A pattern may also match tensors that the class did load.
     return [name for name in names if loaded.isdisjoint({name, prefix + name, name.removeprefix(prefix)})]
 
 
@@ -443,8 +439,8 @@ def _of_config(config: ModelConfig, settings: PretrainedConfig, **options: Any) 
 
 
 def require_all_weights(report: Mapping[str, Any], source: str, advice: str) -> None:
-    """`report`: the loading info of transformers' `from_pretrained`. Errors: ConfigError if the checkpoint lacks a weight, or has
-    a weight of another shape, because transformers would leave the weight random. The message begins with `source`."""
+    """Errors: ConfigError if the checkpoint lacks a weight, or has one of another shape: transformers would leave it random.
+    `report`: loading info of `from_pretrained`. `source`: the message's first words. `advice`: its last words if one is missing."""
     mismatched = sorted(report.get("mismatched_keys", ()))
     if mismatched:
         name, actual, expected = mismatched[0]
@@ -460,8 +456,9 @@ def require_all_weights(report: Mapping[str, Any], source: str, advice: str) -> 
 
 
 def _repair(config: PretrainedConfig) -> PretrainedConfig:
-    """Changes `config` in place, and returns it. GGUF files store the epsilon of norms as float32 (9.999999747378752e-06), and
-    transformers marks their dequantized weights as quantized. Errors: ConfigError for other quantized checkpoints."""
+    """Changes `config` in place, and returns it. Rounds the epsilon of norms, which GGUF files store as float32
+    (9.999999747378752e-06), and removes the mark of quantization, since transformers dequantizes GGUF weights. Errors: ConfigError
+    for other quantized checkpoints."""
     if hasattr(config, "quantization_config"):
         method = config.quantization_config
         method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", None)

@@ -1,14 +1,14 @@
 """The three paths: the ways to run a model. The gate (runtime/gate.py) compares paths with transformers and chooses one.
 
-| path   | code that computes a layer                              | models                                                   |
+| path   | code that computes a layer                              | models, for example (more: docs/models.md)               |
 |--------|---------------------------------------------------------|----------------------------------------------------------|
 | fused  | asyncrl's decoder layer, backward written by hand       | the Llama, Qwen, Mistral, Gemma and Granite families;    |
 |        | (experts run by the model's own code)                   | gpt-oss, Qwen3-MoE, Mixtral, OLMoE                       |
-| packed | transformers' modules with asyncrl's attention          | models that use transformers' attention interface        |
-| plain  | transformers' own forward and cache, a sequence per row | all others: layers with a state, latent attention, ALiBi |
+| packed | transformers' modules with asyncrl's attention          | others that use transformers' attention interface        |
+| plain  | transformers' own forward and cache, a sequence per row | all others: recurrent layers, latent attention, ALiBi    |
 
-On `fused` and `packed` the members of a group share the prompt, in training and in the cache. On `plain` nothing is shared, and
-the caches are computed again after each update of the weights. So `plain` is slow, but works for every model.
+On `fused` and `packed` the completions of a prompt (a group) share the prompt's computation, in training and in the cache. On
+`plain` nothing is shared, and caches are computed again after each update of the weights: `plain` is slow, but runs most models.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ModelPath:
-    """A path, with options of the plain path: the attention implementation of transformers, whether rows share a forward (`padded`
-    on the right), and whether sampling uses a cache (`cached`). Without a cache each new token takes a forward over its row."""
+    """A path; `plain` has variants. Other fields than `name` affect only `plain`. `attention`: of transformers. `padded`: rows
+    share a forward, padded on the right. `cached`: sampling uses a cache; else each token takes a forward over its row."""
 
     name: Literal["fused", "packed", "plain"]
     attention: Literal["sdpa", "eager"] = "eager"

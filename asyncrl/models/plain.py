@@ -23,7 +23,7 @@ _MAX_TOKENS = 4096  # of one forward, padding included; a longer row runs alone
 
 
 class PlainForward:
-    """Runs `decoder`. Must be called on the lane."""
+    """Runs `decoder`. Must be called on the lane, the thread that owns the device."""
 
     def __init__(self, decoder: nn.Module, *, padded: bool) -> None:
         self.decoder = decoder
@@ -32,7 +32,7 @@ class PlainForward:
     def hidden(self, tokens_T: Tensor, plan: TreePlan) -> Tensor:
         """[T] -> [T, E], the decoder's last hidden states. Differentiable."""
         rows = plan.sequences()
-        index_T = np.full(plan.tokens, -1, np.int64)  # place of each token in the joined outputs
+        index_T = np.full(plan.tokens, -1, np.int64)  # of each token in cat(parts); -1: not yet known
         parts, total = [], 0
         for batch in self._batches(rows):
             length = max(row.size for row in batch)
@@ -59,7 +59,7 @@ class PlainForward:
         return hidden_RLE
 
     def _batches(self, rows: list[Int64Array]) -> list[list[Int64Array]]:
-        """Rows in batches, longest first. So the first row of a batch has the padded length of the batch."""
+        """Rows in batches, long rows first. So the other rows of a batch are padded to the length of its first row."""
         batches: list[list[Int64Array]] = []
         for row in sorted(rows, key=lambda row: -row.size):
             last = batches[-1] if batches else None

@@ -1,7 +1,7 @@
 """The policy: a Hugging Face causal language model whose weights the trainer and the embedded engine share.
 
-Only the thread that owns the device may call functions here, except `write_pretrained`. Each caller sets train/eval mode and
-gradient mode itself. `inference_mode` is forbidden, since training shares the modules and cannot use inference tensors.
+Only the lane, the thread that owns the device, may call functions here, except `write_pretrained`. Callers set train/eval mode and
+gradient mode themselves. `inference_mode` is forbidden, since training shares the modules and cannot use inference tensors.
 
 Shape legend: T packed tokens, N rows of hidden states, E hidden size, V vocabulary.
 """
@@ -34,6 +34,7 @@ from .parameters.lora import LoraParameters
 from .parameters.packed import JoinedLinear, packing_works
 from .paths import FUSED, PACKED, ModelPath
 from .plain import PlainForward
+from .rotary import rope_parts
 from .routing import Routing, describe_routes, has_experts
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -47,14 +48,14 @@ class PolicyModel:
     """A model, its weights and their version. `hidden` and `logits` compute its forward.
 
     The trainer changes `flat`, and the modules read `weights`. Both are the same object unless LoRA adapters are trained.
-    `version` always names the weights that the modules read: the optimizer step and `advance` run in one closure on the device's
-    thread, so no other work can run between them.
+    `version` is always that of the weights that the modules read: the optimizer step and `advance` run in one function call on the
+    lane, so no other work can run between them.
     """
 
     weights: FlatWeights
     flat: FlatParameters
     lora: LoraParameters | None = None
-    products: list[JoinedLinear]  # all matrix products that read packed weights
+    products: list[JoinedLinear]  # may keep packed copies of weights (packed.py)
 
     def __init__(
         self,
@@ -70,8 +71,8 @@ class PolicyModel:
         device: torch.device | None = None,
     ) -> None:
         """path: the result of the gate (runtime/gate.py). None: fused if possible, else packed, without the gate's comparison.
-        lora: if it has a rank, the weights are frozen and adapters are trained, with random initial values from `seed`.
-        served: the modules only read the weights; another object or process has the masters.
+        lora: if its rank is above 0, the weights are frozen and adapters are trained, with random initial values from `seed`.
+        served: the modules only read the weights. Another object or process has the masters, which the optimizer updates.
         transform: the scale and cap of the logits. None: `head_transform` finds them by a forward of the model.
         device: the weights move to this device one by one. None: the device of the loaded weights.
         Errors: ConfigError if the model is not supported or `head_kernel` is not available."""
@@ -119,13 +120,13 @@ class PolicyModel:
 
     @cached_property
     def matmul_parameters(self) -> int:
-        """Multiply-adds of one token's forward without attention. Of experts only the share counts that a token takes, if
-        `describe_routes` knows it. Weights that no text reaches do not count. The embedding counts only if it is the head, too."""
+        """Multiply-adds of one token's forward without attention. Of a layer's experts only k count, if `describe_routes` finds k.
+        Weights that no text reaches do not count. The embedding counts only if the head uses the same weight."""
         lookup = None if self._embedding.weight is self.head.weight else self._embedding.weight
         routes, unreached = describe_routes(self.module), unreached_names(self.module)
         total = 0
         for name, weight in zip(self.weights.names, self.weights.parameters, strict=True):
-            # A stack of the experts' biases has two dimensions, too.
+            # The biases of all experts are one parameter with two dimensions.
             if weight.ndim < 2 or name.endswith("bias") or weight is lookup or name in unreached:
                 continue
             total += weight.numel() * routes.k // routes.experts if routes and ".experts." in name else weight.numel()
@@ -143,12 +144,12 @@ class PolicyModel:
 
     @property
     def head_gradient(self) -> Tensor | None:
-        """View [V, E] of the gradient of the head (and a tied embedding), float32 or wider. None for a model without gradients."""
+        """View [V, E] of the gradient of the head (and a tied embedding), float32 or wider. None without a gradient buffer."""
         return None if self.weights.grad is None else self.weights.view(self.weights.grad, self._head_index)
 
     @property
     def head_bias_gradient(self) -> Tensor | None:
-        """View [V] of the gradient of the head's bias. None without a bias or without gradients."""
+        """View [V] of the gradient of the head's bias. None without a bias or without a gradient buffer."""
         if self.weights.grad is None or self._bias_index is None:
             return None
         return self.weights.view(self.weights.grad, self._bias_index)
@@ -173,15 +174,15 @@ class PolicyModel:
         return decoder_hidden(self.decoder, tokens_T if rows_TE is None else rows_TE, positions_T, plan)
 
     def enable_checkpointing(self) -> None:
-        """Makes training forwards save only layer inputs. Errors: ConfigError if the model does not support checkpointing."""
+        """Turns activation checkpointing on: training forwards save only layer inputs. Errors: ConfigError if not supported."""
         if self.fused is not None:
             self.fused.checkpointing = True
         else:
             self._checkpointed = enable_checkpointing(self.module)
 
     def set_training(self, training: bool) -> None:
-        """Switches checkpointing on or off for the next forward: transformers checkpoints layers whose `training` is true. Modules
-        inside a layer stay in eval mode: in train mode routers would add noise, so trainer and sampler would differ."""
+        """Switches the checkpointing of transformers' layers on or off: layers whose `training` is true are checkpointed. Modules
+        inside a layer stay in eval mode. In train mode routers would add noise, so trainer and sampler would differ."""
         if self._training != training:
             for layer in self._checkpointed:
                 layer.training = training
@@ -196,7 +197,7 @@ class PolicyModel:
         """[N, E] -> [N, V] in the matmul dtype: the head and its bias, before scale and cap. No autograd."""
         return self._head_product(hidden_NE.to(self.head.weight.dtype))
 
-    def loaded(self) -> Iterator[Tensor]:
+    def loaded_tensors(self) -> Iterator[Tensor]:
         """All tensors that were loaded or drawn at random, for a caller that overwrites them and then calls `flat.refresh`."""
         yield self.flat.master
         if self.lora is not None:
@@ -205,14 +206,14 @@ class PolicyModel:
         yield from (value for name, value in self.module.state_dict().items() if name not in parameters)
 
     def advance(self) -> int:
-        """Refreshes the working copy after an optimizer step. Increments the version and returns the new one."""
+        """Call this after an optimizer step: refreshes the weights that the modules read. Returns the incremented version."""
         self.flat.refresh()
         self.version += 1
         return self.version
 
     def host_state(self) -> dict[str, Tensor]:
-        """The state dict of the model, copied to the CPU in the matmul dtype. Must run on the device's thread. Each tensor gets its
-        own storage, as safetensors needs it. Tied parameters share one copy, which transformers writes once."""
+        """The state dict of the model, copied to the CPU in the matmul dtype. Must run on the lane. Each tensor gets its own
+        storage, which safetensors requires. Tied parameters share one copy, which transformers writes once."""
         copies: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}
         for name, tensor in self.module.state_dict().items():
@@ -232,7 +233,7 @@ class PolicyModel:
             config.dtype = previous
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """`host_state` and `write_pretrained`. Must run on the device's thread."""
+        """`host_state` and `write_pretrained`. Must run on the lane."""
         self.write_pretrained(directory, self.host_state())
 
 
@@ -253,8 +254,8 @@ def move_buffers(module: nn.Module, device: torch.device | None) -> None:
 
 
 def prepare(module: PreTrainedModel, path: ModelPath = PACKED, dtype: torch.dtype = torch.float32) -> None:
-    """Makes all parameters trainable, and installs asyncrl's attention and norms unless the path is plain. `dtype`: of matrix
-    products. Errors: ConfigError if the model is not supported."""
+    """Sets eval mode, makes all parameters trainable, and installs asyncrl's attention and norms unless the path is plain. `dtype`:
+    of matrix products. Errors: ConfigError if the model is not supported."""
     refuse_unsupported(module)
     if dtype == torch.float64 and has_experts(module):
         # torch's grouped products do not support float64.
@@ -287,7 +288,7 @@ def set_attention(module: PreTrainedModel, implementation: str) -> None:
 
 
 def enable_checkpointing(module: PreTrainedModel) -> list[nn.Module]:
-    """Turns non-reentrant checkpointing on. Returns the layers, each of which is checkpointed while its `training` is true.
+    """Turns non-reentrant checkpointing on. Returns the layers. A layer is checkpointed while its `training` is true.
     Errors: ConfigError if the model does not support checkpointing."""
     options = {"use_reentrant": False}
     layers: list[nn.Module] = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
@@ -309,10 +310,7 @@ def refuse_unknown_layers(module: PreTrainedModel) -> None:
     unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
     if unknown:
         raise ConfigError(f"model.path: {name} has layers of type {', '.join(sorted(map(str, unknown)))}")
-    rope = getattr(config, "rope_parameters", None) or {}
-    # Some configurations have one entry for each type of layer.
-    entries = [entry for entry in (rope, *rope.values()) if isinstance(entry, dict)]
-    unknown = {str(entry["rope_type"]) for entry in entries if "rope_type" in entry} - KNOWN_ROTARY
+    unknown = {str(part["rope_type"]) for part in rope_parts(config)} - KNOWN_ROTARY
     if unknown:
         raise ConfigError(f"model.path: {name} has rotary scaling of type {', '.join(sorted(unknown))}")
 
@@ -339,7 +337,7 @@ def refuse_unsupported(module: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def is_lookup(module: nn.Module) -> bool:
-    """Whether `embed` can replace the module: a lookup and nothing else, or one that is scaled by `embed_scale` as in Gemma."""
+    """Whether `embed` can replace the module: a plain lookup, or a lookup whose rows are scaled by `embed_scale` as in Gemma."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
         return False
     if type(module) is nn.Embedding:

@@ -1,14 +1,14 @@
-"""Builds a probe: a small model of the same class as a large one, with a part of its weights.
+"""Builds a probe: a small model of the same class as the run's model, with a part of its weights.
 
-The gate (runtime/gate.py) compares the probe on each path with transformers at the start of a run. The comparison is about the code
-of the class under this configuration, so the sizes may be smaller:
+At the start of a run the gate (runtime/gate.py) compares the probe on each path with transformers. The comparison tests code, which
+depends on class and configuration, so the sizes may be smaller:
 
-    layers             the first layers, until there is one of each kind
+    layers             the first layers, at least two, until there is one of each kind
     vocabulary         the first tokens
     width              the first heads, the first units of the MLPs, and the first values of the hidden size, if the class allows it
-    windows, contexts  so small that a short row exceeds every window and every original context
+    windows, contexts  so small that a short row exceeds them (length-dependent contexts: only if rows of the run exceed theirs)
     weights            the model's own, but very small weights are scaled up and constants (1 in a norm, 0 in a bias) get noise,
-                       because the comparison could not see a missing term that is multiplied by such a weight
+                       because the comparison would not notice if a path left such a weight out
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .rotary import depends_on_length, rope_parts
 WINDOW = 8
 CONTEXT = 16
 VOCABULARY = 256
-# Settings for a window of attention, or for the chunks of a row that a layer with a state takes at once.
+# Settings for a window of attention, or for the length of the chunks in which a recurrent layer computes a row.
 _WINDOWS = (
     "sliding_window", "window_size", "attention_window", "attention_chunk_size", "attention_window_size",
     "chunk_size", "mamba_chunk_size", "block_size",
@@ -40,27 +40,27 @@ _POSITIONS = ("max_position_embeddings", "max_seq_len")
 _MLP_SIZES = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "ffn_hidden_size",
 )  # fmt: skip
-# Attributes that may differ between layers of one kind.
+# Attributes that `_kind` ignores, because they may differ between layers of one kind.
 _DIFFERS_WITHIN_A_KIND = {"layer_idx", "layer_id", "layer_number", *vars(nn.Module())}
 # Widths of a probe, from narrow to wide. "heads": fewer heads, and a hidden size that is smaller by the same factor. "stream":
 # fewer heads, and an even smaller hidden size. "whole": the width of the model.
 Width = Literal["stream", "heads", "whole"]
 WIDTHS: tuple[Width, ...] = get_args(Width)
-_SIMPLE_TYPES = (bool, int, str, type(None))
+_SIMPLE_TYPES = (bool, int, str, type(None))  # of the settings that `_kind` compares
 _SMALL_MLP = 64
 _SMALL_HIDDEN = 64
-_NOISE = 0.2
+_NOISE = 0.2  # standard deviation
 _SEED = 0
 
 
 def build_probe(
     module: PreTrainedModel, device: torch.device | str = "cpu", *, width: Width = "whole", long_rows: bool = False
 ) -> PreTrainedModel:
-    """A small float32 model of the class of `module`, in eval mode. Weights of `module` on the meta device become random weights.
+    """A small float32 model of the class of `module`, in eval mode. If `module` is on the meta device, the weights are random.
 
     width: see `WIDTHS`. Not every class can be built with fewer heads.
-    long_rows: rows of the run exceed the original context of rotary frequencies that depend on the length (rotary.py). Then the
-    original context of the probe is `CONTEXT` tokens.
+    long_rows: whether rows of the run exceed the original context of rotary frequencies that depend on the length (rotary.py). If
+    true, the original context of the probe is `CONTEXT` tokens.
 
     Does not change torch's global random state. Errors: any exception of the class, if it cannot be built at this width.
     """
@@ -68,13 +68,13 @@ def build_probe(
     probe = _build(module, width, long_rows)
     head = probe.get_output_embeddings()
     with torch.no_grad():
-        # All parameters, and the buffers that a checkpoint has: the first values of each dimension.
+        # Copies the first values of each dimension, of all parameters and of the buffers that a checkpoint has.
         for name, target in probe.state_dict(keep_vars=True).items():
             source = _find_tensor(module, name)
             if source is not None and _fits(source, target):
                 target.copy_(source[tuple(slice(size) for size in target.shape)])
         for name, parameter in probe.named_parameters():
-            # An embedding that is also the head has the scale of other matrices.
+            # An embedding that is also the head is scaled like other matrices.
             is_head = head is not None and parameter is head.weight
             _make_visible(parameter, "embed" in name and not is_head, generator)
     nn.Module.to(probe, torch.device(device))
@@ -91,8 +91,8 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 @torch.no_grad()
 def position_limit(module: PreTrainedModel, longest: int, *, width: Width = "whole") -> int | None:
-    """None if the model can run a row of `longest` tokens. Otherwise `max_positions`: the model fails on longer rows, for example
-    because of a table of positions.
+    """None if the model can run a row of `longest` tokens. Otherwise `max_positions`: longer rows fail, for example because of a
+    table of positions.
 
     Runs a probe with `CONTEXT` positions on the host. Errors: any exception of the class, if it cannot be built at this width.
     """
@@ -110,8 +110,8 @@ def position_limit(module: PreTrainedModel, longest: int, *, width: Width = "who
 
 
 def _build(module: PreTrainedModel, width: Width, long_rows: bool, *, positions: int | None = None) -> PreTrainedModel:
-    """A probe with random weights. Some classes need two layers of each kind (Zamba ties the second to the first), so the second
-    try has twice the layers."""
+    """A probe without the model's weights. Some classes need two layers of each kind (Zamba ties the second to the first), so a
+    second try has twice the layers. `positions`: `max_positions` of the probe; None: that of the model."""
     fewest = _layers_with_all_kinds(module)
     total = int(module.config.get_text_config().num_hidden_layers)
     for layers in (fewest, min(2 * fewest, total)):
@@ -132,7 +132,7 @@ def _build(module: PreTrainedModel, width: Width, long_rows: bool, *, positions:
 
 
 def _of_config(module: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """A model of the class of `module`, with random weights only if some weights cannot be copied: drawing weights is slow."""
+    """A model of the class of `module`. Weights are drawn only if some cannot be copied from `module`, because drawing is slow."""
     with no_init_weights():
         probe = _from_config(module, config)
     probe.tie_weights()
@@ -149,7 +149,8 @@ def _from_config(module: PreTrainedModel, config: PretrainedConfig) -> PreTraine
 
 
 def _probe_config(module: PreTrainedModel, layers: int) -> PretrainedConfig:
-    """A copy of the configuration of `module` with `layers` layers, a small vocabulary, and small windows and contexts."""
+    """A copy of the configuration of `module` with `layers` layers, a small vocabulary, small windows, and small original contexts
+    of rotary frequencies that do not depend on the length of a row (the others: see `_shrink_original_contexts`)."""
     config = copy.deepcopy(module.config)
     text = config.get_text_config()
     text.num_hidden_layers = layers
@@ -164,20 +165,15 @@ def _probe_config(module: PreTrainedModel, layers: int) -> PretrainedConfig:
                 value = getattr(part, name, None)
                 if value is not None and not (isinstance(value, int) and 0 <= value < VOCABULARY):
                     setattr(part, name, None if name != "pad_token_id" else VOCABULARY - 1)
-    _shrink_windows(text)
-    return config
-
-
-def _shrink_windows(text: PretrainedConfig) -> None:
-    """Shrinks windows, and original contexts of rotary frequencies that do not depend on the length of a row."""
     for name in _WINDOWS:
         value = getattr(text, name, None)
         if isinstance(value, int) and value > WINDOW:
             setattr(text, name, WINDOW)
-    for part in rope_parts(text):
-        context = int(part.get("original_max_position_embeddings") or 0)
-        if not depends_on_length(part["rope_type"]) and context > CONTEXT:
-            part["original_max_position_embeddings"] = CONTEXT
+    for rope in rope_parts(text):
+        context = int(rope.get("original_max_position_embeddings") or 0)
+        if not depends_on_length(rope["rope_type"]) and context > CONTEXT:
+            rope["original_max_position_embeddings"] = CONTEXT
+    return config
 
 
 def _shrink_original_contexts(text: PretrainedConfig) -> None:
@@ -203,12 +199,10 @@ def _narrow(text: PretrainedConfig, *, stream: bool) -> None:
         if getattr(text, "num_key_value_heads", None) is not None:
             text.num_key_value_heads = fewer_key_heads
         if stream and isinstance(getattr(text, "head_dim", None), int):
-            # Many classes require a multiple of the number of heads. The remainder of the kernels' vectors stays.
-            sizes = range(_SMALL_HIDDEN, text.hidden_size)
-            fitting = (
-                n for n in sizes if not n % text.num_attention_heads and not (text.hidden_size - n) % native.LANES
-            )
-            text.hidden_size = next(fitting, text.hidden_size)
+            # Many classes require a multiple of the number of heads. The remainder after full vectors stays (see `_fewer_heads`).
+            heads, hidden = text.num_attention_heads, text.hidden_size
+            fitting = (n for n in range(_SMALL_HIDDEN, hidden) if not (n % heads or (hidden - n) % native.LANES))
+            text.hidden_size = next(fitting, hidden)
     for name in _MLP_SIZES:
         value = getattr(text, name, None)
         if isinstance(value, int) and value >= 2 * _SMALL_MLP:
@@ -218,12 +212,12 @@ def _narrow(text: PretrainedConfig, *, stream: bool) -> None:
 def _fewer_heads(heads: int, key_heads: int, hidden: int) -> tuple[int, int, int]:
     """(query heads, key heads, hidden size) of the probe: two key heads, or one if the model has one.
 
-    The native kernels compute four query heads of a group and 16 values of a row at once, then the remainder. The probe keeps
-    both remainders, so that it runs the same code. A group of up to eight heads is kept. A larger group becomes 5 to 8 heads. If
-    two key heads are impossible, all three numbers are divided by the largest common divisor that keeps the remainder.
+    The native kernels compute four query heads of one key head and 16 values of a row at once, then the remainder. The probe keeps
+    both remainders, so that it runs the same code. Up to eight query heads per key head are kept. More become 5 to 8. If two key
+    heads are impossible, all three numbers are divided by the largest common divisor that keeps the remainder of `hidden`.
     """
-    group, remainder = divmod(heads, key_heads)
-    fewer_heads = min(key_heads, 2) * (group if group <= 8 else 5 + (group - 1) % 4)
+    per_key_head, remainder = divmod(heads, key_heads)
+    fewer_heads = min(key_heads, 2) * (per_key_head if per_key_head <= 8 else 5 + (per_key_head - 1) % 4)
     smaller_hidden, hidden_remainder = divmod(hidden * fewer_heads, heads)
     if not remainder and not hidden_remainder and smaller_hidden % native.LANES == hidden % native.LANES:
         return fewer_heads, min(key_heads, 2), smaller_hidden
@@ -233,8 +227,8 @@ def _fewer_heads(heads: int, key_heads: int, hidden: int) -> tuple[int, int, int
 
 
 def _layers_with_all_kinds(module: PreTrainedModel) -> int:
-    """How many layers, from the first on, contain every kind of layer. At least two, if the model has two layers. All layers, if
-    they cannot be found."""
+    """The number of first layers that contain every kind of layer, and at least two, if the model has two. The number of all layers
+    if `_stacks` finds none."""
     text = module.config.get_text_config()
     total = int(text.num_hidden_layers)
     stacks = list(_stacks(module, total))
@@ -258,7 +252,7 @@ def _stacks(module: nn.Module, total: int) -> Iterator[nn.ModuleList]:
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Classes, shapes and settings in a layer. Floats are ignored, because some classes compute them from the layer's number."""
+    """Classes, shapes and settings in a layer, without floats, which some classes compute from the layer's index."""
     parts: list[Any] = []
     for name, part in block.named_modules():
         settings = sorted(
@@ -288,7 +282,7 @@ def _fits(source: Tensor | None, target: Tensor) -> bool:
 
 
 def _make_visible(parameter: Tensor, embedding: bool, generator: torch.Generator) -> None:
-    """Scales up matrices whose values are small, and adds noise to constant vectors."""
+    """Scales up matrices whose values are small, fills zero matrices with noise, and adds noise to constant vectors."""
     if not parameter.is_floating_point() or not parameter.numel():
         return
     if parameter.ndim >= 2:

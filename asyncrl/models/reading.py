@@ -1,7 +1,8 @@
-"""Opens the policy of a process that only generates, without loading its weights from files.
+"""Builds the policy of a worker (a process that only generates), if possible without reading weight files.
 
-The modules are built on the meta device from the configuration, and the weights come from the weight board. The trainer's process
-sends the buffers and the transform of the logits. A model with tensors that are neither parameters nor buffers needs its files.
+The modules are built on the meta device from the configuration. The weights come from the weight board: two halves of memory, of
+which workers read one while the trainer writes the other. The trainer's process sends the buffers and the transform of the logits.
+A model that has tensors besides parameters and buffers is loaded from its files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError, first_line
@@ -40,24 +40,24 @@ def describe_extras(policy: PolicyModel) -> dict[str, Any] | None:
     if sum(buffer.nbytes for buffer in buffers.values()) > _MAX_BUFFER_BYTES:
         return None
     return {
-        "buffers": {name: _to_text(buffer) for name, buffer in buffers.items()},
+        "buffers": {name: _to_json(buffer) for name, buffer in buffers.items()},
         "transform": asdict(policy.transform),
     }
 
 
-def _to_text(tensor: Tensor) -> list[Any]:
+def _to_json(tensor: Tensor) -> list[Any]:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), base64.b64encode(data.tobytes()).decode()]
 
 
-def _from_text(text: list[Any]) -> Tensor:
-    dtype, shape, data = text
+def _from_json(fields: list[Any]) -> Tensor:
+    dtype, shape, data = fields
     values = np.frombuffer(bytearray(base64.b64decode(data)), np.uint8)
     return torch.from_numpy(values).view(getattr(torch, dtype)).view(shape)
 
 
 class ModelSkeleton:
-    """A model on the meta device, which `complete` turns into a policy."""
+    """A model on the meta device. `complete` turns the model into a policy."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Errors: ConfigError if the model cannot be built from its configuration."""
@@ -74,15 +74,16 @@ class ModelSkeleton:
     ) -> PolicyModel | None:
         """A policy for sequences of at most `longest` tokens, or None if the model must be loaded from its files.
 
-        `half` is one half of the weight board. The trainer may write it now, so the weights can be a mixture of two versions. The
-        caller must call `policy.flat.move_to` before the policy samples. `extras`: see `describe_extras`."""
-        if extras is None or _has_other_tensors(self.module):
+        `half` is one half of the weight board. The trainer may be writing to it, so the weights can be a mixture of two versions.
+        The caller must call `policy.flat.move_to` before the policy samples. `extras`: the result of `describe_extras`."""
+        values = (value for part in self.module.modules() for value in vars(part).values())
+        if extras is None or any(isinstance(value, Tensor) for value in values):
             return None
-        buffers = {name: _from_text(text).to(half.device) for name, text in extras["buffers"].items()}
+        buffers = {name: _from_json(fields).to(half.device) for name, fields in extras["buffers"].items()}
         if not dict(self.module.named_buffers(remove_duplicate=False)).keys() <= buffers.keys():
             return None
         _set_parameters(self.module, dict(self.layout.views(half)))
-        # `hold_rotary` runs the rotary modules. They need real buffers, and write to them, so the sent buffers are set again.
+        # `hold_rotary` runs the rotary modules, which need real buffers and overwrite them. So the buffers are set twice.
         _set_buffers(self.module, buffers)
         hold_rotary(self.module, longest)
         _set_buffers(self.module, buffers)
@@ -90,7 +91,7 @@ class ModelSkeleton:
             self.module, self.config.dtype, head_kernel="torch", served=True, path=path,
             transform=HeadTransform(**extras["transform"]),
         )  # fmt: skip
-        # Infinite values or NaN mean that the module needs more than its parameters and buffers.
+        # Infinite log-probs or NaN mean that the module needs more than its parameters and buffers.
         return policy if all(map(math.isfinite, fixed_logprobs(policy))) else None
 
 
@@ -101,18 +102,14 @@ def open_reader(
     try:
         policy = skeleton.complete(half, extras, path, longest)
     except (ConfigError, RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
-        # A foreign module may need more than parameters and buffers, and may then raise any of these errors.
+        # A class of transformers may need more than parameters and buffers, and may then raise any of these errors.
         policy = None
         logger.warning("cannot build the model without its files, so the weights are loaded: %s", first_line(error))
     return policy or load_reader(skeleton.config, half.device, seed, path, longest)
 
 
-def _has_other_tensors(module: PreTrainedModel) -> bool:
-    return any(isinstance(value, Tensor) for part in module.modules() for value in vars(part).values())
-
-
 def _set_parameters(module: nn.Module, views: Mapping[str, Tensor]) -> None:
-    """Sets matrices to views and vectors to float32 copies: `PolicyModel` tests norm layers in float32, then copies all weights."""
+    """Replaces each matrix by its view and each vector by a float32 copy. (`PolicyModel` copies all of them to its buffer.)"""
     replacements: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         view = views[name]

@@ -1,15 +1,15 @@
-"""A reward model: a sequence classifier of transformers, or another torch module with one number for each text.
+"""A reward model: a sequence classifier of transformers, or another torch module that returns logits for each text.
 
     prompt, completion --chat template of the model--> ids [L] --padded on the right, with a mask--> logits [B, labels] --> scores
 
 * Texts are tokenized with the reward model's tokenizer. With a chat template, a prompt string becomes a user message and a
   completion string an assistant message. Without a template, prompt and completion are concatenated, with special tokens.
-* A text that is longer than the model's context is never cut: the reward of half an answer is the reward of another answer.
+* A text above `max_tokens` (default: the model's context) gets no score (rewards/pool.py). It is not cut: that changes the answer.
 * Except for rounding, the score of a text does not depend on the other texts of its batch. Loading tests this with a short and a
-  long row, alone and together, and refuses a module that ignores its mask. A text is never padded beyond the length at which the
-  model would use other rotary frequencies for the text (rotary.py).
-* A classifier of transformers scores at the last token that is not padding. Without a padding token, in the configuration or the
-  tokenizer, every text is a batch of its own. The tokenizer's end token is not used as padding.
+  long row, alone and together, and refuses a module that ignores its mask. A text is never padded so far that the model would use
+  other rotary frequencies (rotary.py) for it.
+* A classifier of transformers scores at the last token that is not padding. If neither its configuration nor the tokenizer has a
+  padding token, every text is a batch of its own. A padding token of the tokenizer that equals its end token does not count.
 
 All methods run on the lane, the thread that owns the device. Shape legend: B texts, L tokens of the longest text.
 """
@@ -64,7 +64,7 @@ class RewardModel:
     ) -> None:
         """`dtype`: of the weights. `tokens`: limit of a batch, padding included; a longer text is a batch of its own.
 
-        Errors: ConfigError if the module has several outputs and `label` chooses none, or if the module ignores its mask.
+        Errors: ConfigError if the module returns no logits, if `label` chooses none of its outputs, or if it ignores its mask.
         """
         self.name = reward_model_name(config)
         self.module = _moved(module, device, DTYPES[dtype]).eval().requires_grad_(False)
@@ -72,7 +72,7 @@ class RewardModel:
         self._label = config.label
         self._device = device
         self._tokens = tokens
-        self.longest = config.max_tokens or _longest_text(module, tokenizer)  # tokens of a text, at most
+        self.longest = config.max_tokens or _longest_text(module, tokenizer)  # limit of the tokens of a text
         self._pad = _padding_token(module, tokenizer)
         self._check_probes(DTYPES[dtype])
 
@@ -89,8 +89,8 @@ class RewardModel:
         if getattr(self._tokenizer, "chat_template", None) is None:
             if not (isinstance(prompt, str) and isinstance(completion, str)):
                 raise RewardError(
-                    f"reward model {self.name!r}: the prompt is a list of messages, but its tokenizer has no chat template to "
-                    "render them; use a tokenizer with a template, or prompts that are strings"
+                    f"reward model {self.name!r}: prompt or completion is a list of messages, but its tokenizer has no chat "
+                    "template to render them; use a tokenizer with a template, or prompts that are strings"
                 )
             return list(self._tokenizer.encode(prompt + completion))
         try:
@@ -103,8 +103,8 @@ class RewardModel:
         return list(self._tokenizer.encode(str(rendered), add_special_tokens=False))
 
     def batches(self, texts: Sequence[TokenIds]) -> Iterator[list[int]]:
-        """Batches of indices of `texts`, short texts first. A text starts a new batch if padding to its length would change the
-        rotary frequencies of shorter texts."""
+        """Batches of indices of `texts`, short texts first. A text starts a new batch if the last batch is full, or if padding to
+        the text's length would change the rotary frequencies of shorter texts."""
         batch, settings = list[int](), _text_config(self.module)
         for index in sorted(range(len(texts)), key=lambda i: len(texts[i])):
             length = len(texts[index])
@@ -119,7 +119,7 @@ class RewardModel:
             yield batch
 
     def scores(self, texts: Sequence[TokenIds]) -> list[float]:
-        """One number for each text. Errors: RewardError if the module returns anything else; and any error of the module."""
+        """One score for each text. Errors: RewardError if `_chosen_output` finds none; and any error of the module."""
         longest = max(len(text) for text in texts)
         pad = 0 if self._pad is None else self._pad
         ids_BL = torch.tensor([text + [pad] * (longest - len(text)) for text in texts], device=self._device)
@@ -166,7 +166,8 @@ class RewardModel:
 def load_reward_model(
     config: RewardModelConfig, dtype: str, device: torch.device, tokens: int, seed: int = 0
 ) -> RewardModel:
-    """`dtype`: of the weights, if the configuration names no dtype. `tokens`: limit of a batch. Errors: ConfigError."""
+    """`dtype`: of the weights, if `config` names none. `tokens`: limit of a batch. `seed`: for a builder function. Errors:
+    ConfigError."""
     dtype = config.dtype or dtype
     if is_import_path(config.path):
         module, tokenizer = _call_builder(config.path, seed)
@@ -176,8 +177,8 @@ def load_reward_model(
 
 
 def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
-    """Estimates the sizes by a model on the meta device. A builder that fails on this device is called again on the host, and its
-    result is dropped. Errors: ConfigError."""
+    """Estimates the sizes, without weights: the model is built on the meta device. A builder that fails there is called again on
+    the host, and its result is dropped. Errors: ConfigError."""
     width = DTYPES[config.dtype or dtype].itemsize
     if not is_import_path(config.path):
         settings = _model_config(config)
@@ -200,8 +201,8 @@ def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
 
 
 def _activation_bytes(module: nn.Module, width: int, tokens: int) -> int:
-    """Bytes of activations in one layer at most: six tensors of the hidden size (states, queries, keys, values), three of the MLP's
-    size (its two halves and their product), and two float32 tensors in a norm. 0 for a module without a configuration."""
+    """The most bytes of activations in one layer: six tensors of the hidden size (states, queries, keys, values), three of the size
+    of the MLP (gate, up and their product), and two float32 tensors in a norm. 0 for a module without a configuration."""
     text = _text_config(module)
     if text is None:
         return 0
@@ -270,10 +271,8 @@ def _text_config(module: nn.Module) -> Any:
 
 
 def _longest_text(module: nn.Module, tokenizer: Any) -> int:
-    limits = (
-        getattr(_text_config(module), "max_position_embeddings", None),
-        getattr(tokenizer, "model_max_length", None),
-    )
+    positions = getattr(_text_config(module), "max_position_embeddings", None)
+    limits = positions, getattr(tokenizer, "model_max_length", None)
     return min((int(limit) for limit in limits if limit), default=_UNLIMITED)
 
 
@@ -288,7 +287,7 @@ def _padding_token(module: nn.Module, tokenizer: Any) -> int | None:
 
 
 def _conversation(prompt: str | Messages, completion: str | Messages) -> Messages:
-    """The messages of prompt and completion. A final assistant message of the prompt is joined with the completion's first."""
+    """The messages of prompt and completion. Assistant messages at the prompt's end and the completion's start are joined."""
     before: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     after: Messages = (
         [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
@@ -300,7 +299,7 @@ def _conversation(prompt: str | Messages, completion: str | Messages) -> Message
 
 
 def _label_problem(name: str, labels: int, label: int | None) -> str | None:
-    """A text if `label` does not choose one of the `labels` outputs."""
+    """An error text if `label` (None: not given) does not choose one of the `labels` outputs. Else None."""
     if label is None and labels != 1:
         return f"{name!r} has {labels} outputs; say which one is the score with `label` (0 to {labels - 1})"
     if label is not None and label >= labels:

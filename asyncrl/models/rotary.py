@@ -1,15 +1,15 @@
 """Rotary frequencies that depend on the length of a row (`longrope` and `dynamic` scaling), chosen once for a run.
 
-transformers chooses the frequencies in every forward, by the longest row. When a row grows past the original context, all tokens of
-the row get other frequencies. Then earlier tokens were sampled by another model, cached keys are wrong, and a short row depends on
-the other rows of its batch. In asyncrl the longest row that a run can have decides for all rows of the run:
+transformers chooses the frequencies in every forward, by the longest row. When a row grows past the original context (the longest
+row without scaling), all its tokens get other frequencies. Then its earlier tokens were sampled by another model, cached keys are
+wrong, and a short row depends on the other rows of its batch. In asyncrl the longest row that a run can have decides for all rows:
 
 | `rope_type` | rows of the run stay within the original context | rows may grow past it                                 |
 |-------------|--------------------------------------------------|-------------------------------------------------------|
 | `longrope`  | the short factors                                | the long factors (vLLM: by `max_model_len`)           |
 | `dynamic`   | the base of the configuration                    | the base of transformers for the longest row          |
 
-The model's configuration is not changed, so saved models load elsewhere as before.
+The model's configuration is not changed, so other programs load saved models as before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 
-# A `rope_type` whose frequencies transformers never changes: only those of `longrope` and `dynamic` types change.
+# A made-up `rope_type`. transformers changes frequencies only for `longrope` and `dynamic` types, so these frequencies stay.
 HELD = "held"
 
 
@@ -40,12 +40,12 @@ def rope_parts(text: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def original_context(config: PretrainedConfig) -> int | None:
-    """The most tokens that a row may have before its frequencies change. None: frequencies never depend on the length."""
+    """The largest length, in tokens, up to which no frequencies change. None: frequencies never depend on the length."""
     return min((context for _, context in _contexts(config)), default=None)
 
 
 def _contexts(config: PretrainedConfig) -> list[tuple[str, int]]:
-    """(`rope_type`, original context) of all frequencies that depend on the length of the row."""
+    """(`rope_type`, original context) of each entry of `rope_parts` whose frequencies depend on the length of the row."""
     text = config.get_text_config()
     contexts = []
     for part in rope_parts(text):
@@ -58,13 +58,11 @@ def _contexts(config: PretrainedConfig) -> list[tuple[str, int]]:
 
 def frequencies_differ(config: PretrainedConfig, first: int, second: int) -> bool:
     """Whether a run with rows of up to `first` tokens and a run with rows of up to `second` use different frequencies."""
-    for kind, context in _contexts(config):
-        # `longrope` has two sets of factors. `dynamic` has another base for each length past the context.
-        if (first > context) != (second > context) or (
-            "dynamic" in kind and max(context, first) != max(context, second)
-        ):
-            return True
-    return False
+    # `longrope` has two sets of factors. `dynamic` has another base for each length past the context.
+    return any(
+        (first > context) != (second > context) or ("dynamic" in kind and max(context, first) != max(context, second))
+        for kind, context in _contexts(config)
+    )
 
 
 def is_past_context(config: PretrainedConfig, longest: int) -> bool:
@@ -74,7 +72,7 @@ def is_past_context(config: PretrainedConfig, longest: int) -> bool:
 
 
 def describe(config: PretrainedConfig, longest: int | None) -> str:
-    """A line on the frequencies of a run with rows of up to `longest` tokens. Empty if frequencies do not depend on the length."""
+    """A line on the frequencies for rows of up to `longest` tokens. Empty if none depend on the length, or if `longest` is None."""
     context = original_context(config)
     if context is None or longest is None:
         return ""
@@ -85,7 +83,7 @@ def describe(config: PretrainedConfig, longest: int | None) -> str:
     served_rows = f"of {longest} tokens" if "dynamic" in names else f"past {context} tokens"
     return (
         f"rotary ({names}): rows may grow to {longest} tokens, past the original context of {context}: all rows use the "
-        f"frequencies of a row of that length; serve the model with the frequencies of rows {served_rows}"
+        f"frequencies of a row of {longest} tokens; serve the model with the frequencies of rows {served_rows}"
     )
 
 
@@ -111,9 +109,9 @@ def length_dependent_message(config: PretrainedConfig, longest: int) -> str:
 @torch.no_grad()
 def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
     """Makes every row use the frequencies that the model's own code chooses for a row of `longest` tokens. Does nothing if the
-    frequencies do not depend on the length, on the meta device, and in a second call.
+    frequencies do not depend on the length, or on the meta device. Call this once for each module.
 
-    Returns False if the run must be refused: rows exceed the original context, and the frequencies still depend on each row.
+    Returns False if the run must be refused: rows exceed the original context, and not all frequencies could be fixed.
     """
     if original_context(module.config) is None or module.device.type == "meta":
         return True
@@ -130,8 +128,8 @@ def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
 
 
 def reset_dynamic_frequencies(module: nn.Module) -> None:
-    """Resets `dynamic` frequencies, so that the next row gets the frequencies of its own length. transformers keeps the base of the
-    longest earlier row until a row fits into the original context."""
+    """Makes the next row get the `dynamic` frequencies of its own length. Without this call, transformers keeps the base of the
+    longest earlier row, until a row fits into the original context."""
     for part in module.modules():
         kinds: Any = getattr(part, "rope_type", None)
         kind_of_layer = kinds if isinstance(kinds, dict) else {None: kinds}
@@ -142,11 +140,11 @@ def reset_dynamic_frequencies(module: nn.Module) -> None:
 
 
 def _fix(part: nn.Module, longest: int, layer: str | None, kinds: Any) -> bool:
-    """Fixes the frequencies of `part`. Returns False, without a change, if that fails. `layer`: the type of layers to fix, or None
-    if `part` serves one type. `kinds`: the new `rope_type` of `part`."""
+    """Fixes the frequencies of the rotary module `part`. If that fails, restores its `rope_type` and returns False. `layer`: the
+    type of layers to fix, or None if `part` serves only one type. `kinds`: the new `rope_type`."""
     before: Any = part.rope_type
     try:
-        # A short row resets the state of earlier rows, see `reset_dynamic_frequencies`.
+        # A short row resets the state that earlier rows left (see `reset_dynamic_frequencies`).
         _cos_and_sin(part, 0, layer)
         expected = _cos_and_sin(part, longest - 1, layer)
         part.rope_type = kinds
@@ -160,7 +158,7 @@ def _fix(part: nn.Module, longest: int, layer: str | None, kinds: Any) -> bool:
 
 
 def _cos_and_sin(part: nn.Module, last: int, layer: str | None) -> list[Tensor]:
-    """The rotary tables for the first positions of a row whose last position is `last`."""
+    """The rotary tables for the positions 0, 1 and 2 of a row whose last position is `last`."""
     device = next((buffer.device for buffer in part.buffers()), torch.device("cpu"))
     positions = torch.tensor([[0, 1, 2, last]], device=device)
     named = {} if layer is None else {"layer_type": layer}

@@ -21,20 +21,20 @@ class Routes:
     def __init__(
         self, layers: int, replayed_TLk: Tensor | None = None, experts: int = 0, *, keep_logits: bool = False
     ) -> None:
-        """layers: number of layers with experts.
-        replayed_TLk: signed integers, numbers below `experts` of the experts to choose. Where all k are -1, the router chooses.
+        """layers: number of layers with experts. experts: number of experts of a layer, for a replay.
+        replayed_TLk: indices of the experts to take, below `experts`. If it is None, or where all k are -1, the router chooses.
         keep_logits: whether to keep the logits of the routers with their graph, for the load-balancing loss."""
         self._layers = layers
         self._replayed_TLk = replayed_TLk
         self._experts = experts
-        # Whether a replayed number was no expert, and was replaced by the nearest expert: bool [].
+        # bool []: whether a replayed index was not the index of an expert. Such indices are clamped.
         self.outside = torch.tensor(False)
         self._keep_logits = keep_logits
         self.chosen: dict[int, Tensor] = {}  # layer -> [T, k] int64, in the router's order
         self.logits: dict[int, Tensor] = {}  # layer -> [T, E]
 
     def choose(self, layer: int, router_Tk: Tensor) -> Tensor:
-        """The experts that the layer must take. `router_Tk` is the choice of its router."""
+        """Returns and records the experts [T, k] that the layer must take. `router_Tk` is the choice of its router."""
         if layer in self.chosen:
             return self.chosen[layer]
         experts_Tk = router_Tk
@@ -62,8 +62,8 @@ class Routes:
         missing = sorted(set(range(self._layers)) - set(self.chosen))
         if missing:
             raise RuntimeError(
-                f"of {self._layers} layers with experts, {missing} ran without this forward's routes, because their attention "
-                "did not get the plan of the forward; run this model without algorithm.router_replay, and with "
+                f"of {self._layers} layers with experts, numbers {missing} (from 0) ran without this forward's routes: their "
+                "attention did not get the plan of the forward; run this model without algorithm.router_replay, and with "
                 "output_router_logits false in its config.json"
             )
 

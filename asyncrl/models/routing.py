@@ -30,12 +30,12 @@ from .attention.interface import PLAN_ARGUMENT
 from .head.output import decoder_of
 from .routes import Routes
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configurations
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of configurations
 
 
 @dataclass(frozen=True, slots=True)
 class RoutesShape:
-    """`layers` with experts, `k` experts chosen for a token, of all `experts` of a layer."""
+    """The number of layers with experts, of experts that each token takes in a layer (`k`), and of all experts of a layer."""
 
     layers: int
     k: int
@@ -43,17 +43,17 @@ class RoutesShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest signed integers that hold an expert's number."""
+        """The narrowest signed integers that hold an expert's index."""
         return narrowest(self.experts)
 
 
 class _TopkOverride(TorchFunctionMode):
-    """Replaces the result of `torch.topk` inside a router's forward."""
+    """While entered, replaces the result of `torch.topk`. `choose`: the indices of topk -> the indices to return instead."""
 
     def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._choose = choose
-        self.scores: list[Tensor] = []
+        self.scores: list[Tensor] = []  # input of each `topk`
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -89,10 +89,10 @@ class Routing:
     def __init__(self, module: PreTrainedModel, routers: list[tuple[nn.Module, nn.Module]], shape: RoutesShape) -> None:
         """`routers`: (layer, its router), in order; `Routing.of` finds them."""
         self.shape = shape
-        self.current: Routes | None = None  # from attention to the router of the same layer
+        self.current: Routes | None = None  # set by the attention of a layer, taken by its router
         for number, (layer, router) in enumerate(routers):
-            # A hook on attention sets the routes. A hook on the layer would not run when backward recomputes the layer. Fused
-            # layers do not call this attention, and call `run` instead.
+            # A hook on attention sets `current`. A hook on the layer would not run when backward recomputes the layer. Fused
+            # layers do not call this attention: they call `run`, which sets `current`.
             for child in layer.children():
                 if hasattr(child, "layer_idx"):
                     child.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -124,12 +124,12 @@ class Routing:
             self.current = None
 
     def record(self, *, keep_logits: bool = False) -> Routes:
-        """The routes of one forward, in which routers choose by themselves and `Routes` records the choice."""
+        """Empty routes for one forward. The routers choose by themselves, and `Routes` records their choices."""
         return Routes(self.shape.layers, keep_logits=keep_logits)
 
     def replay(self, routes_TLk: npt.NDArray[Any], *, keep_logits: bool = False) -> Routes:
-        """The routes of one forward, in which routers choose the given experts. The numbers of the experts are not checked here,
-        because that takes too long on the lane: `records/check.py` checks them. Errors: ValueError for routes of another model."""
+        """Routes for one forward that make the routers choose the given experts. `records/check.py` checks the indices of the
+        experts: a check here would hold up the device's thread. Errors: ValueError for routes of another model."""
         if routes_TLk.shape[1:] != (self.shape.layers, self.shape.k):
             raise ValueError(
                 f"routes of {list(routes_TLk.shape[1:])} layers and experts a token were given; this model has "
@@ -148,7 +148,7 @@ def has_experts(module: PreTrainedModel) -> bool:
 
 
 def require_routing(routing: Routing | None, module: PreTrainedModel, setting: str) -> Routing:
-    """Returns `routing`. Errors: ConfigError if `routing` is None. `setting`: a clause on the setting that needs routes."""
+    """Returns `routing`. Errors: ConfigError if it is None. `setting`: first words of the error; they say what needs the routes."""
     if routing is not None:
         return routing
     reason = "has no experts"
@@ -158,8 +158,8 @@ def require_routing(routing: Routing | None, module: PreTrainedModel, setting: s
 
 
 def describe_routes(module: PreTrainedModel) -> RoutesShape | None:
-    """The shape of the routes, from the shapes of the routers alone, so the model may be on the meta device. None if there are no
-    routers, or routers of different sizes. Only `find_routers` proves that the routers can replay."""
+    """The shape of the routes, read from the shapes of the routers, so the model may be on the meta device. None if there are no
+    routers, or routers of different sizes. This does not show that the routers can replay (`find_routers` does)."""
     blocks = getattr(decoder_of(module), "layers", None)
     mixtures = [layer for layer in blocks if _holds_experts(layer)] if isinstance(blocks, nn.ModuleList) else []
     sizes = [{size for part in layer.modules() if (size := _router_size(part))} for layer in mixtures]
@@ -180,8 +180,8 @@ def _router_size(part: nn.Module) -> tuple[int, int] | None:
 
 
 def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Module]], RoutesShape] | None:
-    """(layer, router) of every layer with experts, and the shape of the routes. None if no layer has experts, or if a layer has not
-    exactly one router that can replay. Runs each candidate once on a few rows."""
+    """(layer, router) of every layer with experts, and the shape of the routes. None if no layer has experts, if routers differ in
+    shape, or if a layer with experts lacks an attention or has not exactly one router that can replay. Runs each candidate once."""
     if not has_experts(module):
         return None
     layers = getattr(decoder_of(module), "layers", None)
@@ -211,7 +211,7 @@ def _replayable_size(part: nn.Module) -> tuple[int, int] | None:
         return None
     weight, (k, experts) = part.get_parameter("weight"), size
     rows = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    # Ids that the router would hardly choose by itself.
+    # Experts that the router would hardly choose by itself.
     requested = torch.arange(experts, device=weight.device).flip(0)[:k].expand(3, k)
     override = _TopkOverride(lambda choice: requested)
     try:

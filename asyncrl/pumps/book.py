@@ -2,11 +2,11 @@
 
     add --> Store.put --> mark_ready --> claim --> clear: the step was applied
     end        before `claim`: the group is dropped or failed, and its rows are cleared
-    clear      before `claim`: another rank has the group
+    clear      before `claim`: the group was sent to another rank
     unclaim    after `claim`: the step was aborted, and the group can be claimed again
 
-Only `GroupBook.end` gives a slot back before training. So every admitted group ends exactly once, even if several pumps find
-at the same time that the group cannot be trained. A `GroupBook` may be used only on the thread of the event loop.
+On its rank only `GroupBook.end` releases the slot of an untrained group. So every admitted group ends exactly once, even if several
+pumps find at the same time that the group cannot be trained. A `GroupBook` may be used only on the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from asyncrl.data.store import Column, Rows, Store
 from asyncrl.ports import Ledger
 from asyncrl.types import Group, Ticket
 
-# Each reason is the name of a metric. Errors of environments may all have different texts, so later reasons share OTHER_REASON.
+# Each reason is the name of a metric. Errors of environments may all have different texts, so further reasons become OTHER_REASON.
 MAX_REASONS = 50
 OTHER_REASON = "another reason"
 
 
 class GroupIds:
-    """Ids for groups that are not made from a prompt of this run. `stride`: the number of ranks, so no two ranks use one id."""
+    """Ids for groups that are not made from a prompt of this run: `first`, `first + stride`, ... `stride`: the number of ranks, so
+    that no two ranks use the same id."""
 
     def __init__(self, first: int, stride: int) -> None:
         self.next = first
@@ -38,7 +39,7 @@ class GroupIds:
 
 
 class GroupBook:
-    """The tickets of the groups that were admitted and are not claimed by a step."""
+    """The tickets of this rank's groups that were admitted and are not claimed by a step."""
 
     def __init__(self, ledger: Ledger, store: Store) -> None:
         self._ledger = ledger
@@ -48,22 +49,21 @@ class GroupBook:
         self.on_ready: Callable[[], None] = lambda: None
         # Called with the ids of groups that were dropped, failed, trained, or sent to another rank.
         self.on_end: Callable[[Sequence[int]], None] = lambda group_ids: None
-        # If set, `end` keeps the leases of a group, because a later run can still train it.
+        # If True, `end` does not release the leases of a group, because the next run can still train the group.
         self.training_ended = False
         # Held while a step changes the weights, and by an evaluation while the weights must not change.
         self.weights_lock = asyncio.Lock()
-        self.end_count = 0  # calls of `on_end`
+        self.end_count = 0  # number of calls of `on_end`
         self.reasons: Counter[str] = Counter()  # "outcome: reason" -> number of ended groups
-        self.failed = 0  # groups
-        # Whether the error for too many failed groups was raised.
-        self.raised_too_many_failed = False
+        self.failed = 0  # number of failed groups
+        self.raised_too_many_failed = False  # `GroupPlayer` has raised the error that ends the run
 
     def add(self, ticket: Ticket) -> None:
         """Add a group that the ledger admitted."""
         self.tickets[ticket.group_id] = ticket
 
     def remove(self, ticket: Ticket) -> bool:
-        """Take a group out of this book, because another rank may get the group. The rows stay. False if it is not in the book."""
+        """Take a group out of this book, because another rank may get it. Its rows stay. Returns False if it was not there."""
         return self.tickets.pop(ticket.group_id, None) is not None
 
     def write(self, group_id: int, column: str, values: Column) -> None:
@@ -72,7 +72,7 @@ class GroupBook:
             self.store.write(group_id, column, values)
 
     def mark_ready(self, group: Group) -> None:
-        """Store the final rewards of the group, which can then be claimed. Does nothing if the group has ended."""
+        """Store the final rewards of the group. The group can then be claimed. Does nothing if the group has ended."""
         if group.group_id in self.tickets:
             self.store.score(group)
             self.on_ready()
@@ -96,8 +96,8 @@ class GroupBook:
     async def end(
         self, group_id: int, outcome: Literal["dropped", "failed"], reason: str, *, release: bool = True
     ) -> bool:
-        """Give the slot of a group back and clear its rows; `release`: release its leases, too. Returns False, and does nothing,
-        if the group has ended or is claimed by a step."""
+        """Release the slot of a group and clear its rows. With `release` also release its leases, unless `training_ended`. Returns
+        False, and does nothing, if the group has ended or is claimed by a step."""
         ticket = self.tickets.pop(group_id, None)  # before any await, so that only one caller ends the group
         if ticket is None:
             return False

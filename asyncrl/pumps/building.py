@@ -2,18 +2,17 @@
 
     rows ─▶ penalties ─▶ advantages ─▶ hook ─▶ minibatches ─▶ replay ─▶ masks ─▶ skipping ─▶ log-probs ─▶ packing
 
-`StepBuilder.microbatches` calls the stages in this order. A stage takes and returns rows, and writes its results into a column of
-the rows; packing reads the columns. A stage that changes groups (penalties, masks) returns new rows with the same columns.
+`StepBuilder.microbatches` calls the stages in this order. The stages write their results into columns of rows, which packing reads.
+A stage that changes or replaces groups (penalties, replay, masks) returns new rows. The store keeps the rows of the claimed groups.
 
-* Advantages follow Atropos: `reward.scale_adv_by_len` scales the rewards before the members of a group are compared, and a member
-  with `set_advantage_to_zero` gets 0 afterwards.
-* A statistic of the whole step covers all ranks. Each rank sends its numbers (a few floats a completion, never texts), sorts the
-  numbers of all ranks by group id, and computes all advantages. So every bit of the advantages is the same whichever rank holds a
-  group.
+* As in Atropos, `reward.scale_adv_by_len` multiplies each reward by the length of its member before the members of a group are
+  compared, and a member with `set_advantage_to_zero` in its metadata (`SILENT`) gets the advantage 0 after the comparison.
+* An estimator may need statistics of the whole step. Then each rank sends its rewards and lengths (never texts), sorts the rewards
+  of all ranks by group id, and computes all advantages. So the bits of the advantages do not depend on which rank has which group.
 * The groups of a step on all ranks, sorted by id, are cut into minibatches whose sizes differ by at most one. So minibatches do not
   depend on the number of ranks. A rank may hold no group of a minibatch.
-* A group without a signal keeps its place in the step and its line in the rollouts. If the replay buffer has a group, that
-  group is trained instead, and N counts the replayed tokens. Metrics of rewards, lengths and ages leave replayed groups out.
+* A group without a signal (all advantages are 0) keeps its place in the step and in the files of rollouts. A group of the replay
+  buffer may be trained instead. The loss counts the replayed tokens; metrics of rewards, lengths and ages count the claimed group.
 """
 
 from __future__ import annotations
@@ -38,26 +37,26 @@ from asyncrl.ports import Trainer
 from asyncrl.records.check import SILENT
 from asyncrl.types import Float32Array, Group, Microbatch, Trajectory
 
-from .hooks import FLOAT32
+from .hooks import MAX_FLOAT32
 from .pipeline import Ports
 from .step import GroupsFailed, Step, blame_groups
 
 # Group id -> [G].
 Advantages = dict[int, npt.NDArray[np.float64]]
-TurnAdvantages = list[npt.NDArray[np.float64]]  # G arrays [t]
+TurnAdvantages = list[npt.NDArray[np.float64]]  # G arrays [t]: one value for each of the member's t replies
 _NONE = np.zeros(0, np.float32)
 
 
 class StepBuilder:
-    """Calls the stages of the module docstring."""
+    """Makes the microbatches of a step, by the stages of the module docstring."""
 
     def __init__(self, ports: Ports, wait_published: Callable[[], Awaitable[None]], *, surveys: bool) -> None:
         """`wait_published` waits until the last step is published: a publish may run a collective, which every rank must run before
-        the collectives of the next step. `surveys`: the trainer runs a collective before each optimizer step."""
+        the collectives of the next step. `surveys`: whether `Trainer.survey`, a collective, runs before each optimizer step."""
         self._ports = ports
         self._wait_published = wait_published
         self._reader = RewardReader.of(ports)
-        # Both are False if steps are streamed.
+        # Whether the ranks compute advantages together, and cut a step into minibatches together. Both False if steps are streamed.
         self._compares = ports.ranks > 1 and ports.advantage.needs_whole_step
         self._divides = ports.ranks > 1 and ports.config.algorithm.minibatches > 1
         self._has_collectives = surveys or self._compares or self._divides
@@ -90,12 +89,12 @@ class StepBuilder:
 
 
 async def subtract_reward_penalty(ports: Ports, step: Step, rows: list[Rows]) -> list[Rows]:
-    """The rows, with the KL to the reference subtracted from the rewards if configured. Only the advantages read these rewards."""
+    """The rows, with the KL to the reference subtracted from the rewards if configured. Only advantages use these rewards."""
     if ports.reward_penalty is None:
         return rows
     await write_logprob_column(ports, REFERENCE, rows)
     penalties = dict[tuple[int, int], float]()
-    for batch in _pack(ports, rows, advantages=False):
+    for batch in _pack(ports, rows, with_advantages=False):
         if batch.reference_logprobs is not None:
             batch_penalties, kl = ports.reward_penalty.penalties(batch, batch.reference_logprobs)
             penalties |= batch_penalties
@@ -104,8 +103,8 @@ async def subtract_reward_penalty(ports: Ports, step: Step, rows: list[Rows]) ->
 
 
 async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows], *, over_ranks: bool) -> Advantages:
-    """The advantages of these rows. `over_ranks`: the estimator compares the groups of all ranks, by a collective, which raises if
-    a rank has ended."""
+    """The advantages of these rows. `over_ranks`: compare the groups of all ranks. This is a collective, and raises if a rank has
+    ended."""
     groups = [group_rows.group for group_rows in rows]
     if over_ranks:
         parts = await ports.gather([(group.group_id, reader.group_rewards(group)) for group in groups])
@@ -125,16 +124,16 @@ async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows
 async def write_advantages(
     ports: Ports, rows: list[Rows], advantages: Advantages, turns: Mapping[int, TurnAdvantages | None]
 ) -> list[Rows]:
-    """Write the columns of advantages. The hook `after_advantages` may replace the advantage of a member: all replies of the
-    member then have the new advantage."""
+    """Write the columns of advantages. `turns`: group id -> the advantages of each reply, if replies are compared. If the hook
+    `after_advantages` changes the advantage of a member, all replies of the member get the new advantage."""
     for group_rows in rows:
         values, of_turns = advantages[group_rows.group_id], turns[group_rows.group_id]
-        if not all((np.abs(each) <= FLOAT32).all() for each in (values, *(of_turns or ()))):
+        if not all((np.abs(each) <= MAX_FLOAT32).all() for each in (values, *(of_turns or ()))):
             error = DataError(f"its advantages are {values.tolist()}, beyond float32")
             raise GroupsFailed([group_rows.group_id], error)
         if ports.hooks.after_advantages is not None:
             with ports.recorder.watch("train pump", f"group {group_rows.group_id}", on="hook after_advantages"):
-                # The hook may keep the group longer than the lease, so it gets a copy.
+                # The hook may keep the group longer than the lease, so the hook gets a copy.
                 group = copy_group(group_rows.group) if group_rows.leases else group_rows.group
                 before, values = values, await ports.hooks.apply_after_advantages(group, values.copy())
             if of_turns is not None:
@@ -153,10 +152,7 @@ async def minibatches(ports: Ports, rows: list[Rows]) -> list[list[Rows]]:
         return [rows]
     ids = await ports.gather([group_rows.group_id for group_rows in rows])
     numbers = minibatches_of_rank(ids, ports.train_rank, count)
-    return [
-        [group_rows for group_rows, number in zip(rows, numbers, strict=True) if number == part]
-        for part in range(count)
-    ]
+    return [[each for each, number in zip(rows, numbers, strict=True) if number == part] for part in range(count)]
 
 
 def replace_without_signal(ports: Ports, reader: RewardReader, step: Step, rows: list[Rows]) -> list[Rows]:
@@ -208,17 +204,17 @@ def _has_signal(rows: Rows) -> bool:
 
 
 def split_skipped(ports: Ports, rows: list[Rows]) -> tuple[list[Rows], list[Rows]]:
-    """(rows to train, rows to skip): advantages of 0 give no gradient. If a loss has other terms, `resolve` refuses to skip."""
+    """(rows to train, rows to skip). `train.skip_zero_advantage` skips groups whose advantages are all 0, because they have no
+    gradient. `config.checks` refuses this setting for a loss with other terms."""
     if not ports.config.train.skip_zero_advantage:
         return rows, []
-    has_signal = [_has_signal(group_rows) for group_rows in rows]
-    trained = [group_rows for group_rows, signal in zip(rows, has_signal, strict=True) if signal]
-    return trained, [group_rows for group_rows, signal in zip(rows, has_signal, strict=True) if not signal]
+    trained = [group_rows for group_rows in rows if _has_signal(group_rows)]
+    return trained, [group_rows for group_rows in rows if not _has_signal(group_rows)]
 
 
 async def write_logprobs(ports: Ports, rows: list[Rows]) -> list[Rows]:
-    """Compute the columns of log-probs that the loss reads. Log-probs of the policy are computed once, before the first optimizer
-    step of the batch."""
+    """Compute the log-probs that the loss reads: of the reference model; and of the policy before the first optimizer step of the
+    batch, if further steps follow and `old_logprobs` is not `sampler`."""
     if ports.loss.needs_reference:
         await write_logprob_column(ports, REFERENCE, rows)
     algorithm = ports.config.algorithm
@@ -228,7 +224,7 @@ async def write_logprobs(ports: Ports, rows: list[Rows]) -> list[Rows]:
 
 
 def pack_with_skipped(ports: Ports, rows: list[Rows], skipped: list[Rows]) -> list[Microbatch]:
-    """The microbatches of `rows`, and a microbatch without tokens for the counts of the `skipped` rows."""
+    """The microbatches of `rows`; then, if there are `skipped` rows, a microbatch without tokens for their counts."""
     try:
         batches = _pack(ports, rows)
     except Exception as error:
@@ -251,14 +247,14 @@ async def write_logprob_column(ports: Ports, column: str, rows: Sequence[Rows]) 
         if group_rows.group_id in ports.store and ports.store.rows(group_rows.group_id).columns is group_rows.columns:
             ports.book.write(group_rows.group_id, column, values)
         else:
-            # A replayed group is not in the store. A group that `mask_earlier_turns` has masked has columns of its own.
+            # The store has no replayed group. For a group that `mask_earlier_turns` has masked, the store has other columns.
             group_rows.columns[column] = values
 
 
 async def logprob_columns(
     trainer: Trainer, groups: Sequence[Group], tokens_per_microbatch: int, model: Literal["policy", "reference"]
 ) -> list[list[Float32Array]]:
-    """For each group a list [G] of arrays [s]: the log-probs of a member's s scored tokens. Errors: those of the trainer."""
+    """For each group a list [G] of arrays [s]: the log-probs of a member's s scored tokens. Errors: see `blame_groups`."""
     columns = [[_NONE] * len(group.trajectories) for group in groups]
     index_of = {group.group_id: index for index, group in enumerate(groups)}
     for batch in pack_groups([(group, np.zeros(len(group.trajectories))) for group in groups], tokens_per_microbatch):
@@ -275,7 +271,7 @@ async def logprob_columns(
 
 @dataclass(frozen=True, slots=True)
 class RewardReader:
-    """Gives the estimator the rewards of groups. `weights`: name of a reward component -> its weight."""
+    """Reads the rewards of groups and computes advantages with the estimator. `weights`: reward component -> its weight."""
 
     estimator: Estimator
     weights: Mapping[str, float]
@@ -302,7 +298,7 @@ class RewardReader:
         return GroupRewards(scaled([t.reward for t in group.trajectories]), components, self.weights, lengths)
 
     def turn_advantages(self, group: Group) -> TurnAdvantages | None:
-        """G arrays [t]: the advantage of each reply; 0 for a member with `SILENT`. None if episodes are compared."""
+        """G arrays [t]: the advantage of each reply; 0 for a `SILENT` member. None if episodes are compared."""
         if self.gamma is None:
             return None
         members = group.trajectories
@@ -312,14 +308,16 @@ class RewardReader:
         return [0 * values if t.metadata.get(SILENT) else values for t, values in zip(members, found, strict=True)]
 
     def has_signal(self, group: Group) -> bool:
+        """Whether a member or, if replies are compared, a reply gets an advantage other than 0: see `Estimator.has_signal`."""
         if self.gamma is not None:
+            # Without metadata no member is `SILENT`: the filters, which call this method, look at the rewards of all members.
             not_silent = tuple(replace(t, metadata={}) for t in group.trajectories)
             return any(map(np.any, self.turn_advantages(replace(group, trajectories=not_silent)) or ()))
         return self.estimator.has_signal(self.group_rewards(group))
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """`groups`: all groups of the step if the estimator needs the whole step; else any groups. If replies are compared, the
-        means over the replies of each member."""
+        """Advantages by group id; if replies are compared, for each member the mean over its replies. `groups`: all groups of the
+        step if the estimator needs the whole step; else any groups."""
         if self.gamma is not None:
             found = {group.group_id: self.turn_advantages(group) or [] for group in groups}
             return {group_id: np.array([values.mean() for values in of_turns]) for group_id, of_turns in found.items()}
@@ -337,23 +335,23 @@ def advantages_of_rank(
 ) -> list[npt.NDArray[np.float64]]:
     """Advantages [G] of each group of `parts[rank]`, from the statistics of all parts. `parts`: for each rank, the pairs (group id,
     rewards) of its groups."""
-    places = [(group_id, r, i) for r, part in enumerate(parts) for i, (group_id, _) in enumerate(part)]
-    # Every rank needs the same order: the rounding of sums depends on it.
-    places.sort()
-    values = estimator.of_step([parts[r][i][1] for _, r, i in places])
-    own_values = {i: value for (_, r, i), value in zip(places, values, strict=True) if r == rank}
+    keys = [(group_id, r, i) for r, part in enumerate(parts) for i, (group_id, _) in enumerate(part)]
+    # Every rank needs the same order, because the rounding of sums depends on the order.
+    keys.sort()
+    values = estimator.of_step([parts[r][i][1] for _, r, i in keys])
+    own_values = {i: value for (_, r, i), value in zip(keys, values, strict=True) if r == rank}
     return [own_values[i] for i in range(len(parts[rank]))]
 
 
 def minibatches_of_rank(ids: Sequence[Sequence[int]], rank: int, count: int) -> list[int]:
     """The minibatch, from 0 to `count` - 1, of each group of `ids[rank]`. `ids`: for each rank, its group ids in any order."""
-    places = sorted((group_id, r, i) for r, rank_ids in enumerate(ids) for i, group_id in enumerate(rank_ids))
-    own_numbers = {i: place * count // len(places) for place, (_, r, i) in enumerate(places) if r == rank}
+    keys = sorted((group_id, r, i) for r, rank_ids in enumerate(ids) for i, group_id in enumerate(rank_ids))
+    own_numbers = {i: position * count // len(keys) for position, (_, r, i) in enumerate(keys) if r == rank}
     return [own_numbers[i] for i in range(len(ids[rank]))]
 
 
 def microbatch_of_counts(groups: Sequence[Group]) -> Microbatch:
-    """A microbatch without tokens, which adds the counts of skipped `groups` to N."""
+    """A microbatch without tokens, which adds the counts of skipped `groups` to the denominators of the loss."""
     none, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
     trajectories = [t for group in groups for t in group.trajectories]
     return Microbatch(
@@ -385,23 +383,20 @@ def _advantages_by_group(groups: Sequence[Group], values: Sequence[npt.NDArray[n
     return result
 
 
-def _pack(ports: Ports, rows: Sequence[Rows], *, advantages: bool = True) -> list[Microbatch]:
-    """`advantages=False`: the advantages are not known yet; the microbatches have zeros instead."""
+def _pack(ports: Ports, rows: Sequence[Rows], *, with_advantages: bool = True) -> list[Microbatch]:
+    """The microbatches of these rows. `with_advantages=False`: advantages are not known yet, so all advantages are 0."""
     groups = [
-        (
-            group_rows.group,
-            group_rows.columns[ADVANTAGES] if advantages else np.zeros(len(group_rows.group.trajectories)),
-        )
-        for group_rows in rows
+        (each.group, each.columns[ADVANTAGES] if with_advantages else np.zeros(len(each.group.trajectories)))
+        for each in rows
     ]
-    return pack_groups(groups, ports.config.train.tokens_per_microbatch, [group_rows.columns for group_rows in rows])
+    return pack_groups(groups, ports.config.train.tokens_per_microbatch, [each.columns for each in rows])
 
 
-def _first_that_fails(rows: Sequence[Rows], alone: Callable[[Rows], object]) -> list[int]:
-    """The id of the first group that fails alone; all ids if no group fails alone."""
+def _first_that_fails(rows: Sequence[Rows], try_group: Callable[[Rows], object]) -> list[int]:
+    """The id of the first group for which `try_group` raises; if there is none, the ids of all groups."""
     for group_rows in rows:
         try:
-            alone(group_rows)
+            try_group(group_rows)
         except Exception:
             return [group_rows.group_id]
     return [group_rows.group_id for group_rows in rows]

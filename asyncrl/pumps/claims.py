@@ -1,7 +1,7 @@
 """Claims ready groups for the open step, in the order that the ledger allows.
 
-A claim that failed can succeed after one of two changes: a group became ready, or the ledger changed. Both changes set the
-event `Claims.changed`. Read that event before calling `claim_ready`; then no change between the call and the wait is missed.
+A claim that failed may succeed after a change: a further group is ready, or the ledger has changed. Each change sets the event
+`Claims.changed`. Read that event before you call `claim_ready`; then a change between the call and the wait is not missed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .step import Step
 
 
 class Claims:
-    """The claims of the train pump. `changed` is set at the next change, and replaced by a new event."""
+    """Claims groups for the train pump. At each change the event `changed` is set, and replaced by a new event."""
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
@@ -35,12 +35,12 @@ class Claims:
         self._stop_turn = turn
 
     def stop_after_step(self) -> None:
-        """Make the step in progress the last step, because of a time limit. The runtime drops the groups outside that step."""
+        """At a time limit: make the open step the last step. The runtime drops the groups that this step does not train."""
         self._stop_requested = True
         self.notify()
 
     async def claim_ready(self, step: Step) -> ClaimState:
-        """Claim every ready group that can have a place in `step` now. Result FULL: the step gets no more groups."""
+        """Claim all ready groups that can have a place in `step` now. Returns FULL if `step` can get no more groups, else WAIT."""
         ports = self._ports
         while True:
             state, ticket = await ports.ledger.claim(ports.store.ready())
@@ -51,7 +51,7 @@ class Claims:
 
     @property
     def has_too_few_groups(self) -> bool:
-        """Whether the claimed groups, over all ranks, are too few for a step. Ask when no group can follow."""
+        """Whether the claimed groups of all ranks are too few for a step. Only valid when no further group can be claimed."""
         config = self._ports.config
         needed = 1 if config.train.partial_final_step else config.rollout.groups_per_step
         # Each minibatch needs a group, because every step must advance the version by the same number.
@@ -77,7 +77,7 @@ class Claims:
 
 
 async def drop_late(ports: Ports) -> None:
-    """Drop the groups of this rank past their deadline, if `rollout.late` is `drop`."""
+    """If `rollout.late` is `drop`: drop this rank's unclaimed groups that are past their deadline."""
     if ports.config.rollout.late == "drop":
         for ticket in ports.ledger.expired():
             if await ports.book.end(ticket.group_id, "dropped", "past its deadline"):

@@ -1,12 +1,12 @@
-"""What rank 0 does for the other ranks if ranks have different roles (`distributed.roles`). `follow.py` has the other end.
+"""What rank 0 does for the other ranks if ranks have different roles (`distributed.roles`). Other ranks run `follow.py`.
 
-    rank 0                          the line                     another rank
+    rank 0                       messages on the line (TCP)      another rank
     one prompt cursor      ◀── prompts/next, prompts/admitted ── rollout pump
     evaluate pump          ── evaluate: rows, version ─────────▶ plays and scores these rows
     recorder, summary      ◀── report: counts, reasons ───────── recorder, book
     end of the training    ── run/trained, run/ended ──────────▶ ends its pumps, then sends run/left
-    lists of ranks         ◀── run/here ──────────────────────── is connected
-                           ◀── run/begun ─────────────────────── joined later, and generates from now on
+    lists of ranks         ◀── run/here ──────────────────────── has connected
+                           ◀── run/begun ─────────────────────── joined the run, and generates from now on
 
 One cursor gives all prompts, so the prompts of a run do not depend on the number of ranks. After a rank has taken a prompt,
 `Dispatch` keeps the prompt's id until the ledger has admitted the group. So a resume neither skips a prompt nor trains it twice.
@@ -36,34 +36,34 @@ from .evaluate import Play, Sample
 NEXT, ADMITTED, REPORT, EVALUATE = "prompts/next", "prompts/admitted", "report", "evaluate"
 HERE, VERSION, TRAINED, ENDED, LEFT = "run/here", "run/version", "run/trained", "run/ended", "run/left"
 BEGUN = "run/begun"
-_AVERAGED = 16  # `_mean_s` is a mean of about this many groups
+_AVERAGED = 16  # `_mean_s` is a moving mean of about this many groups
 
 
 class Dispatch:
     """See the module docstring. Create a `Dispatch` before a rank can connect, and call `start` when the cursor is restored."""
 
     def __init__(
-        self, line: LineServer, recorder: Recorder, generating: Sequence[str], *, in_order: bool, listens: bool = False
+        self, line: LineServer, recorder: Recorder, peers: Sequence[str], *, in_order: bool, listens: bool = False
     ) -> None:
-        """`generating`: names on the line of the ranks that generate; "" stands for this rank, if it generates, too.
-        `in_order`: give a prompt only when the ledger has admitted the prompts before it. So each step has the same groups in every
-        run. `listens`: if no rank that generates is left, wait for a rank that joins."""
+        """`peers`: names on the line of the ranks that generate; "" is this rank, which is listed only if it generates.
+        `in_order`: give a prompt only when the ledger has admitted all earlier prompts. So each step has the same groups in every
+        run. `listens`: the run accepts new ranks, so if no rank that generates is left, wait for a new one."""
         self._line = line
         self._listens = listens
         self._recorder = recorder
-        self._generating = list(generating)
+        self._generating_ranks = list(peers)
         self._in_order = in_order
         self._prompts: PromptSource | None = None
         self._ledger: Ledger | None = None
         self._started = asyncio.Event()
-        # Rank -> group id of its newest prompt, until the ledger has admitted the group.
+        # Rank -> group id of its newest prompt, as long as the rank has not said that the ledger has admitted the group.
         self._unadmitted: dict[str, int] = {}
-        self._lost = Counter[str]()  # as `reasons`, for the groups of lost ranks
+        self._lost = Counter[str]()  # reason -> number of groups that lost ranks had
         self.reports: dict[str, Mapping[str, Any]] = {}  # rank -> its newest `Remote.report`
         self._mean_s: dict[str, float] = {}  # rank -> mean duration of its newest groups
-        self._sum_s = 0.0  # of the values of `_mean_s`
+        self._sum_s = 0.0  # sum of the values of `_mean_s`
         self._played = Counter[str]()  # rank -> played groups
-        self._played_lately = Counter[str]()  # the same, since the last evaluation
+        self._played_lately = Counter[str]()  # rank -> played groups since the last `_take_shares`
         line.on(NEXT, self._next)
         line.on(ADMITTED, self._admitted)
         line.on(REPORT, self._report)
@@ -71,9 +71,9 @@ class Dispatch:
         line.on(LEFT, self._on_left)
         line.on(BEGUN, self._on_begun)
         self._connected: set[str] = set()
-        # Kind -> header of the newest message to all ranks, for a rank that joins later.
+        # Kind -> header of the newest message of this kind to all ranks, for ranks that connect later.
         self._broadcasts: dict[str, Any] = {}
-        self._finished: set[str] = set()  # the rank's pumps have ended, or it is lost
+        self._finished: set[str] = set()  # ranks whose pumps have ended, and lost ranks
         self._changed = asyncio.Event()
         self.dismissed = asyncio.Event()
 
@@ -91,7 +91,7 @@ class Dispatch:
             if prompt is not None:
                 self._unadmitted[peer] = prompt.group_id
                 return prompt
-            # The cursor is at its end, or `in_order` forbids a prompt now. Wait: the prompts of a lost rank go back to the cursor.
+            # The cursor is at its end, or `in_order` forbids a prompt now. Wait: prompts of lost ranks return to the cursor.
             if self._unadmitted:
                 await self._changed.wait()
             elif self._ledger.statistics().live:
@@ -105,8 +105,8 @@ class Dispatch:
         prompt = await self._take(peer)
         assert self._prompts is not None
         group = None if prompt is None else prompt.group_id
-        shared = {"others_mean_s": self._others_mean_s(peer), "generating": self.generating}
-        return {"group": group, "digest": self._prompts.digest, **shared}, ()
+        pace = {"others_mean_s": self._others_mean_s(peer), "generating": self.generating}
+        return {"group": group, "digest": self._prompts.digest, **pace}, ()
 
     def _note_durations(self, peer: str, played_s: Sequence[float]) -> None:
         for seconds in played_s:
@@ -141,21 +141,21 @@ class Dispatch:
     @property
     def generating(self) -> int:
         """The number of ranks that generate."""
-        return len(self._generating)
+        return len(self._generating_ranks)
 
     @property
     def lacks_ranks(self) -> bool:
-        """Whether further steps need groups, and no rank can generate them now or later."""
-        return not (self._generating or self.trained or self._listens)
+        """Whether further steps need groups, but no rank generates and no new rank may join."""
+        return not (self._generating_ranks or self.trained or self._listens)
 
     def unadmitted(self) -> set[int]:
-        """Ids of the prompts that were taken and whose groups the ledger may not have admitted yet."""
+        """Group ids of the prompts that ranks have taken, and that the ledger has perhaps not admitted yet."""
         return set(self._unadmitted.values())
 
     def lose(self, peer: str, group_ids: Sequence[int]) -> None:
-        """A rank is gone: other ranks play the prompts of its groups again. `group_ids`: from `lose_generator` of the ledger. Call
-        this method without an `await` after `lose_generator`, so that no checkpoint misses a prompt."""
-        self._generating = [other for other in self._generating if other != peer]
+        """A rank is lost: other ranks play the prompts of its groups again. `group_ids`: the result of the ledger's
+        `lose_generator`. Between the two calls there must be no `await`: a checkpoint in between would miss these prompts."""
+        self._generating_ranks = [other for other in self._generating_ranks if other != peer]
         self._lost["dropped: rank lost"] += len(group_ids)
         again = {*group_ids, self._unadmitted.pop(peer, -1)} - {-1}
         self._finished.add(peer)
@@ -173,30 +173,30 @@ class Dispatch:
 
     @property
     def progress(self) -> tuple[float, ...]:
-        """Numbers that change while another rank generates."""
+        """Numbers that change as long as other ranks generate, for the watchdog."""
         return tuple(number for _, report in sorted(self.reports.items()) for number in report["progress"])
 
     @property
     def reasons(self) -> Counter[str]:
-        """Reason -> number of groups of other ranks that were dropped or failed."""
+        """Reason, with the outcome before it -> number of groups of other ranks that were dropped or failed."""
         total = +self._lost
         for report in self.reports.values():
             total.update(report["reasons"])
         return total
 
     async def evaluate(self, version: int, rows: Sequence[int], play: Play) -> list[Sample]:
-        """Play these held-out rows on all ranks that generate. The rows of a lost rank go to other ranks.
-        Errors: RankLost if no rank is left that generates."""
+        """Play these held-out rows on all ranks that generate. `play` plays the share of this rank. If a rank is lost, other ranks
+        play its rows. Errors: RankLost if no rank that generates is left or may join."""
         scored: list[Sample] = []
         unplayed, ending = list(rows), set[str]()
         while unplayed:
-            peers = [peer for peer in self._generating if peer not in ending]
+            peers = [peer for peer in self._generating_ranks if peer not in ending]
             if not peers and self._listens and not self.trained:
                 await self._changed.wait()
                 continue
             if not peers:
                 raise RankLost(f"version {version} cannot be evaluated: no rank that generates is left")
-            shares = self._shares(unplayed, peers)
+            shares = self._take_shares(unplayed, peers)
             unplayed = []
 
             async def ask(peer: str, share: Sequence[int], unplayed: list[int] = unplayed) -> None:
@@ -206,7 +206,7 @@ class Dispatch:
                 try:
                     answer, _ = await self._line.ask(peer, EVALUATE, {"version": version, "rows": share})
                 except (RankLost, EngineClosed):
-                    # An engine closes when its rank ends. The message with the reason may come later.
+                    # EngineClosed: the rank is ending, but may be reported as lost only later. Until then `ending` excludes it.
                     ending.add(peer)
                     unplayed.extend(share)
                 else:
@@ -218,19 +218,19 @@ class Dispatch:
                         spawn(tasks, f"evaluation on {peer or 'this rank'}", ask, peer, share)
         return scored
 
-    def _shares(self, rows: Sequence[int], peers: Sequence[str]) -> dict[str, Sequence[int]]:
-        """A rank plays rows in proportion to the groups that it has played since the last evaluation."""
+    def _take_shares(self, rows: Sequence[int], peers: Sequence[str]) -> dict[str, Sequence[int]]:
+        """Rank -> its rows, in proportion to 1 + the groups that it has played since the last call. Resets these counts."""
         parts = [*accumulate(1 + self._played_lately[peer] for peer in peers)]
         ends = [0, *(len(rows) * part // parts[-1] for part in parts)]
         self._played_lately.clear()
         return {peer: rows[first:end] for peer, (first, end) in zip(peers, pairwise(ends), strict=True)}
 
     async def update_weights(self, version: int) -> None:
-        """Send the version to the other ranks, as the `ports.WeightSink` of a dry run, which has no weights."""
+        """Send the number of the version to the other ranks. In a dry run, without weights, this is `ports.WeightSink`."""
         await self._broadcast(VERSION, {"version": version})
 
     async def send_trained(self) -> None:
-        """Notify the other ranks that no step follows, so that they generate nothing more."""
+        """Notify the other ranks that no step follows, so they stop generating."""
         await self._broadcast(TRAINED, {})
 
     async def send_ended(self, version: int) -> None:
@@ -243,12 +243,12 @@ class Dispatch:
         return TRAINED in self._broadcasts
 
     async def wait_finished(self, peers: Sequence[str]) -> None:
-        """Wait until these ranks, and joined ranks that generate, have ended their pumps or are lost. `dismiss` lets them end."""
-        while not self._finished.issuperset((*peers, *filter(None, self._generating))):
+        """Wait until these ranks, and all ranks that generate, have ended their pumps or are lost. `dismiss` lets them exit."""
+        while not self._finished.issuperset((*peers, *filter(None, self._generating_ranks))):
             await self._changed.wait()
 
     def dismiss(self) -> None:
-        """Let the other ranks end: nothing is open in the books."""
+        """Let the other ranks exit. Call this after every group has ended in the ledger."""
         self.dismissed.set()
 
     async def _on_left(self, peer: str, header: Any, _: Sequence[Any]) -> None:
@@ -269,13 +269,13 @@ class Dispatch:
 
     async def _on_begun(self, peer: str, header: Any, _: Sequence[Any]) -> None:
         """A rank that joined the run generates from now on, and plays a part of each evaluation."""
-        if peer not in self._generating:
-            self._generating.append(peer)
+        if peer not in self._generating_ranks:
+            self._generating_ranks.append(peer)
         self._notify()
 
     def generates(self, peer: str) -> bool:
-        """False for a rank that joined and has not begun to generate."""
-        return peer in self._generating
+        """Whether the rank `peer` generates. False for a lost rank, and for a rank that joined and has not begun."""
+        return peer in self._generating_ranks
 
     def _notify(self) -> None:
         self._changed.set()
@@ -284,6 +284,6 @@ class Dispatch:
     async def _broadcast(self, kind: str, header: Any) -> None:
         self._broadcasts[kind] = header
         self._notify()
-        for peer in sorted({*filter(None, self._generating), *self._connected} - self._finished):
+        for peer in sorted({*filter(None, self._generating_ranks), *self._connected} - self._finished):
             with suppress(RankLost):
                 await self._line.tell(peer, kind, header)

@@ -1,18 +1,18 @@
-"""The evaluate pump: held-out prompts through the same engine, environment and rewards, without slots or training.
+"""The evaluate pump: plays held-out prompts with the engine, environment and rewards of the run, without slots or training.
 
-    consumes     held-out prompts, at each version that `evaluate.every` selects
-    produces     the metrics of the version, for its line in metrics.jsonl
+    consumes     held-out prompts, at each version that `evaluate.every` selects, and at the last version
+    produces     metrics, for the line of the version in metrics.jsonl
     waits for    the engine, whose weights stay at this version; rewards
     is woken by  the publish pump, after a version is published and before its slots are released
 
 The random numbers of a held-out prompt are the same at every version, because its group id is always -1 - row. So two
 evaluations differ only by the weights. Only one evaluation runs at a time. `Evaluations` runs an evaluation in one of two ways:
 
-    the engine cannot pin version v ──▶ the training waits, v is evaluated and reported
-    the engine pins version v       ──▶ a task evaluates v during later steps, and reports v, then the versions published meanwhile
+    the engine cannot pin version v, or the run begins or ends with v ──▶ the training waits until v is evaluated and reported
+    otherwise ──▶ the engine pins v, and a task evaluates v during later steps. It reports v, then the versions published meanwhile
 
-If some ranks only generate (`distributed.roles`), rank 0 spreads the prompts over the ranks that generate (`dispatch.py`), and the
-training waits for their answers.
+If ranks have different roles (`distributed.roles`), rank 0 spreads the prompts over the ranks that generate (`dispatch.py`), and
+the training waits for their answers.
 
 Versions are reported in order, so the lines of metrics.jsonl are in order. A checkpoint is written after all earlier versions were
 reported, so a run that resumes from the checkpoint misses no report.
@@ -42,13 +42,13 @@ from .rollout import EpisodeFailed, Episodes
 
 
 class Sample(NamedTuple):
-    """The numbers of one scored completion of a held-out prompt: JSON values, because ranks send them to each other."""
+    """What metrics need of one scored completion of a held-out prompt: JSON values, because ranks send them to each other."""
 
-    row: int  # of the held-out prompts
-    number: int  # of the completion, from 0
+    row: int  # index of the held-out prompt
+    number: int  # index of the completion among those of this prompt
     reward: float | None
     components: dict[str, float | None]
-    # The numbers that reward functions logged.
+    # The result of `logged_numbers`.
     logged: dict[str, float]
     length: int  # sampled tokens
 
@@ -57,22 +57,22 @@ class Sample(NamedTuple):
 Play: TypeAlias = Callable[[int, Sequence[int]], Awaitable[list[Sample]]]
 # Plays these rows on all ranks that generate. The last argument plays rows on this rank.
 Spread: TypeAlias = Callable[[int, Sequence[int], Play], Awaitable[list[Sample]]]
-# Called with the metrics of a version; they are empty if the version was not evaluated.
+# Called with the metrics of a version. They are empty if the version was not evaluated.
 Report: TypeAlias = Callable[[Mapping[str, float]], Awaitable[None]]
-# The engine serves the smallest `priority` first. A rollout's `priority` is its deadline. Without a pin the next optimizer step
-# waits for the evaluation, so the evaluation comes first. With a pin the evaluation comes last: the training waits for rollouts.
+# Values of `priority`. The engine serves the smallest first; a rollout's is its deadline. Without a pin the training waits for the
+# evaluation, so the evaluation comes before rollouts. With a pin the training waits for rollouts, so the evaluation comes last.
 _BEFORE_ROLLOUTS = -1
 _AFTER_ROLLOUTS = 1 << 30
 
 
 class EvaluatePump:
-    """Evaluates a version on held-out prompts. `name` is a part of the metrics' names."""
+    """Evaluates a version on held-out prompts. `name`: of the environment, for the names of metrics."""
 
     def __init__(
         self, ports: Ports, prompts: Sequence[Prompt], name: str, newest: int = -1, spread: Spread | None = None
     ) -> None:
-        """`newest`: the newest version that was evaluated before a resume; -1 if there is none. `spread`: None if this rank plays
-        all prompts."""
+        """`newest`: the newest version that was evaluated before a resume; -1: none. `spread`: None if this rank plays all
+        prompts."""
         self._ports = ports
         self._settings = settings = ports.config.evaluate
         self._episodes = Episodes(ports)
@@ -84,7 +84,7 @@ class EvaluatePump:
         self._prompts = [replace(prompt, group_id=-1 - row) for row, prompt in enumerate(selected)]
 
     def due(self, version: int, last: bool = False) -> bool:
-        """Whether `evaluate.every` selects this version. `last`: this version is the last version of the run."""
+        """Whether `evaluate.every` selects this version, or the run ends with it (`last`). False if `evaluate.every` is None."""
         every = self._settings.every
         return every is not None and (last or version % every == 0)
 
@@ -96,7 +96,7 @@ class EvaluatePump:
         samples, recorder = self._settings.samples, self._ports.recorder
         rows = range(len(self._prompts))
         self.progress = 0, len(rows) * samples
-        # Not idle time of the device with a pin: the device trains meanwhile.
+        # With a pin the device trains meanwhile, so the recorder counts no idle time of the device.
         cause: Cause | None = "evaluate" if pin is None else None
         try:
             with (
@@ -113,7 +113,7 @@ class EvaluatePump:
         return self._metrics(scored, samples)
 
     async def play(self, version: int, rows: Sequence[int], pin: PinnedVersion | None = None) -> list[Sample]:
-        """Play and score these rows on this rank, whose engine has `version`. Failed completions have no sample."""
+        """Play and score these rows on this rank, whose engine has `version`. The result lacks failed completions."""
         ports, samples = self._ports, self._settings.samples
         sampler = ports.engine if pin is None else pin
         priority = _BEFORE_ROLLOUTS if pin is None else _AFTER_ROLLOUTS
@@ -124,47 +124,47 @@ class EvaluatePump:
                 request = replace(request, sampling=replace(request.sampling, temperature=temperature))
             return await sampler.generate(request)
 
-        async def play(prompt: Prompt, sample: int) -> Trajectory:
-            # An engine that is cancelled together with this task would raise EngineClosed instead of the cancellation.
+        async def play_episode(prompt: Prompt, number: int) -> Trajectory:
+            # If this task and the engine are cancelled together, raise the cancellation and not EngineClosed.
             await anyio.lowlevel.checkpoint_if_cancelled()
-            return await self._episodes.play(prompt, sample, samples, generate, priority)
+            return await self._episodes.play(prompt, number, samples, generate, priority)
 
         async with plain_task_group() as tasks:
             for row in rows:
-                spawn(tasks, f"evaluation of row {row}", self._evaluate_row, row, play, scored)
+                spawn(tasks, f"evaluation of row {row}", self._evaluate_row, row, play_episode, scored)
         return scored
 
     async def _evaluate_row(
-        self, row: int, play: Callable[[Prompt, int], Awaitable[Trajectory]], scored: list[Sample]
+        self, row: int, play_episode: Callable[[Prompt, int], Awaitable[Trajectory]], scored: list[Sample]
     ) -> None:
         """Play and score the completions of one prompt. Failed completions get no entry in `scored`."""
         ports, samples, prompt = self._ports, self._settings.samples, self._prompts[row]
         played: dict[int, Trajectory] = {}
 
         async def score(finished: Sequence[int]) -> None:
-            unscored = [sample for sample in finished if played[sample].reward is None]
+            unscored = [number for number in finished if played[number].reward is None]
             if unscored:
-                rewarded = await ports.reward.score(prompt, [played[sample] for sample in unscored])
+                rewarded = await ports.reward.score(prompt, [played[number] for number in unscored])
                 played.update(zip(unscored, rewarded, strict=True))
-            scored.extend(_sample(row, sample, played[sample]) for sample in finished)
+            scored.extend(_sample(row, number, played[number]) for number in finished)
             if self.progress is not None:
                 self.progress = len(scored), len(self._prompts) * samples
 
-        async def play_and_score(sample: int) -> None:
+        async def play_and_score(number: int) -> None:
             with suppress(EpisodeFailed):  # `Episodes` has logged the failure
-                played[sample] = await play(prompt, sample)
+                played[number] = await play_episode(prompt, number)
                 if not ports.score_groups:
-                    await score([sample])
+                    await score([number])
 
         async with plain_task_group() as members:
-            for sample in range(samples):
-                spawn(members, f"evaluation of row {row}", play_and_score, sample)
+            for number in range(samples):
+                spawn(members, f"evaluation of row {row}", play_and_score, number)
         if ports.score_groups and played:
             await score(sorted(played))
 
     def _metrics(self, scored: Sequence[Sample], samples: int) -> dict[str, float]:
         rows = len(self._prompts)
-        # NaN: the completion is missing, or has no such value.
+        # NaN: the completion failed, or has no such value.
         rewards, pass_values = np.full((rows, samples), np.nan), np.full((rows, samples), np.nan)
         pass_by = self._settings.pass_by
         names = {name for sample in scored for name in sample.components}
@@ -183,9 +183,9 @@ class EvaluatePump:
                     components.setdefault(name, []).append(value)
         prefix = f"eval/{self._name}"
         metrics = {f"{prefix}/{name}/mean": float(np.mean(values)) for name, values in components.items() if values}
-        # A judge that answers half of the completions must not look like a judge that answers all.
-        parts = {f"{prefix}/{name}/applicable": len(components[name]) / len(scored) for name in names}
-        metrics.update({name: share for name, share in parts.items() if share < 1})
+        # Shows that a reward function, such as a judge, gave no score to some completions. Left out if it scored all.
+        shares = {f"{prefix}/{name}/applicable": len(components[name]) / len(scored) for name in names}
+        metrics.update({name: share for name, share in shares.items() if share < 1})
         if scored:
             metrics[f"{prefix}/completions/mean_length"] = float(np.mean([sample.length for sample in scored]))
         if len(scored) < rewards.size:
@@ -205,11 +205,11 @@ def _sample(row: int, number: int, trajectory: Trajectory) -> Sample:
 
 
 class Evaluations:
-    """Decides which versions are evaluated, runs their evaluations, and reports all versions in order."""
+    """Decides which versions are evaluated, evaluates them, and reports all versions in order."""
 
     def __init__(self, pump: EvaluatePump | None, engine: Engine | None, sync: Callable[[], Awaitable[None]]) -> None:
-        """`pump`: None without held-out prompts, or if rank 0 decides. `engine`: pins versions if it can; None: pins no version.
-        `sync`: gives every engine the newest published weights."""
+        """`pump`: None without held-out prompts, and if rank 0 decides for this rank. `engine`: used to pin versions if it can;
+        None: no version is pinned. `sync`: gives every engine the newest published weights."""
         self._pump = pump
         self._pinning_engine = engine if isinstance(engine, PinsVersions) else None
         self._sync = sync
@@ -225,20 +225,20 @@ class Evaluations:
         return None if self._pump is None else self._pump.progress
 
     def is_behind(self, version: int, last: bool) -> bool:
-        """Whether a version up to `version` was due and was not evaluated. `last`: `version` is the last version of the run."""
+        """Whether an evaluation that was due up to `version` is missing. `last`: `version` is the last version of the run."""
         pump = self._pump
         return pump is not None and any(pump.due(earlier, last) for earlier in range(pump.newest + 1, version + 1))
 
     async def wait_reported(self) -> None:
-        """Wait until every version that was given to `evaluate` is reported. Does not yield to other tasks if no report is missing,
-        so that the live view shows the next evaluation from its start."""
+        """Wait until every version that was given to `evaluate` is reported. If no report is missing, does not yield to other
+        tasks, so that the live view shows the next evaluation from its start."""
         if not self._reported.is_set():
             await self._reported.wait()
 
     async def evaluate(self, version: int, report: Report, *, last: bool, beside: TaskGroup | None) -> None:
         """Evaluate this version if due, and call `report` with its metrics; if not due, with empty metrics. `report` is
         called after the reports of all earlier versions. `last`: this version is the last version of the run.
-        `beside`: the task group for an evaluation whose version the engine can pin; this method then returns at once."""
+        `beside`: if the engine pins the version, the evaluation runs in this task group, and this method does not wait for it."""
         if self._pump is None or not self._pump.due(version, last):
             if self._reported.is_set():
                 await report({})

@@ -1,9 +1,9 @@
-"""The other end of `dispatch.py`, on every rank but rank 0: prompts, evaluations, counts, and versions of the weights.
+"""What a rank other than 0 exchanges with rank 0 (`dispatch.py`): prompts, evaluations, counts, and versions of the weights.
 
 The follow pump, on a rank that only generates, stands in for the train pump and the publish pump:
 
     consumes     versions that this rank's engine has (`EngineVersion`)
-    produces     released turns: the ledger frees the slots of a step when every rank that generates has the step's weights
+    produces     releases: the ledger releases the slots of a step when every rank that generates has the step's weights
     waits for    the next version; the end of the run
     is woken by  the receiver of weights, rank 0
 """
@@ -31,15 +31,15 @@ from .evaluate import EvaluatePump
 from .metrics import COUNTED
 from .pipeline import Ports
 
-# Prefixes of the counts that `Remote.report` sends from a rank that trains and generates.
+# Prefixes of the counts that `Remote.report` sends from a rank that builds steps, before its last report.
 GENERATED = ("engine/", "rollout/", "time/reward")
 
 
 class EngineVersion:
-    """Stands in for the trainer on a rank that only generates: has the version of the engine's weights."""
+    """Stands in for the trainer on a rank that only generates: its `version` is the version of the engine's weights."""
 
     def __init__(self, receive: Callable[[], Awaitable[int]]) -> None:
-        """`receive()` waits until the engine has a version newer than its last result, and returns that version."""
+        """`receive()` waits until the engine has a version newer than the last result of `receive`, and returns that version."""
         self._receive = receive
         self.version = -1  # the engine has no weights yet
 
@@ -58,9 +58,9 @@ class Remote:
         self._started = asyncio.Event()
         self.trained = asyncio.Event()  # no step follows
         self.ended = asyncio.Event()
-        self.last_version = -1  # of the run; set before `ended`
-        self.others_mean_s, self.generating = 0.0, 1
-        self._sent_version = -1  # the newest from rank 0, in a dry run
+        self.last_version = -1  # the last version of the run; known when `ended` is set
+        self.others_mean_s, self.generating = 0.0, 1  # see `rollout.Prompts`
+        self._sent_version = -1  # the newest version that rank 0 has sent, in a dry run
         self._version_arrived = asyncio.Event()
         line.on(VERSION, self._on_version)
         line.on(TRAINED, self._on_trained)
@@ -74,13 +74,13 @@ class Remote:
         evaluate: EvaluatePump | None,
         wait_version: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`prompts`: makes the prompts that rank 0 names. `evaluate`: None without held-out prompts. `wait_version(v)` returns when
-        the engine has version v."""
+        """`prompts`: finds the prompt of an id from rank 0. `evaluate`: None without held-out prompts. `wait_version(v)` returns
+        when the engine has version v."""
         self._ports, self._prompts, self._evaluate, self._wait_version = ports, prompts, evaluate, wait_version
         self._started.set()
 
     async def next(self, played_s: Sequence[float] = ()) -> Prompt | None:
-        """The next prompt of rank 0's cursor. None if no prompt is left. Errors: DataError if this rank has other prompts."""
+        """The next prompt of rank 0's cursor. None if no prompt is left. Errors: DataError if the data of the ranks differ."""
         answer, _ = await self._line.ask(NEXT, {"played_s": [*played_s]})
         assert self._prompts is not None
         self.others_mean_s, self.generating = answer["others_mean_s"], answer["generating"]
@@ -95,16 +95,16 @@ class Remote:
         await self._line.tell(ADMITTED, {})
 
     async def report(self, *, last: bool = False) -> None:
-        """Send the counts since the last report to rank 0. `last`: also the counts that a further step would have sent."""
+        """Send the counts since the last report to rank 0. `last`: no step follows, so also send the counts of `StepPart`."""
         ports = self._ports
         samples: Mapping[str, Samples] = {}
         if ports.builds_steps:
-            # The metrics of a step have the other counts.
+            # The `StepPart` of each step has the other counts.
             counts = ports.recorder.take_counts((*GENERATED, *COUNTED) if last else GENERATED)
         else:
             counts, _, samples = ports.recorder.take_metrics()
             if ports.follows:
-                # Other counts are about the trainer, and the leader sends them.
+                # The other counts are about the trainer. The leader sends them, and they must not count twice.
                 counts = {name: value for name, value in counts.items() if name.startswith((*GENERATED, *COUNTED))}
                 samples = {}
         header = {
@@ -114,19 +114,19 @@ class Remote:
             "counts": counts,
             "samples": {name: entry.to_json() for name, entry in samples.items()},
         }
-        # The end of the pumps cancels this task. The recorder has cleared these counts, so no later report has them.
+        # Shielded: the end of the pumps cancels this task. A report that is cut off would lose the counts for ever.
         with anyio.CancelScope(shield=True):
             await self._line.tell(REPORT, header)
 
     async def report_often(self) -> None:
-        """Send reports until rank 0 is gone. Without reports rank 0 would take a long episode of this rank for a standstill."""
+        """Send reports until rank 0 is gone. Without them the watchdog of rank 0 would take a long episode here for a stall."""
         ports, limits = self._ports, self._ports.config.watchdog
         # If rank 0 is lost, the pumps raise the error.
         with suppress(RankLost):
             while True:
                 await anyio.sleep(min(limits.interval_s, limits.stall_timeout_s / 4))
                 if not ports.builds_steps:
-                    ports.recorder.take_window()  # rank 0 cannot use times of another clock
+                    ports.recorder.take_window()  # discarded: rank 0 cannot use times of another clock
                 await self.report()
 
     async def arrive(self) -> None:
@@ -139,13 +139,13 @@ class Remote:
 
     async def leave(self) -> None:
         """Notify rank 0 that all pumps of this rank have ended, and wait until rank 0 has closed the books."""
-        # Rank 0 may end before its answer arrives.
+        # Rank 0 may exit before its answer arrives here.
         with suppress(RankLost):
             await self.report(last=True)
             await self._line.ask(LEFT, {})
 
     async def wait_sent_version(self, version: int) -> int:
-        """Wait until rank 0 has sent this version or a later one. Returns the newest sent version. Only for dry runs."""
+        """Only for dry runs: wait until rank 0 has sent this version or a later one. Returns the newest sent version."""
         while self._sent_version < version:
             await self._version_arrived.wait()
         return self._sent_version
@@ -182,8 +182,8 @@ class FollowPump:
         self._ports = ports
         self._remote = remote
         self._engine_version = engine_version
-        self._released = ports.ledger.turn  # lower turns are released
-        self._begun = not remote.joins  # the ledger counts this rank
+        self._released = ports.ledger.turn  # this rank has released all turns below this one
+        self._begun = not remote.joins  # the ledger counts this rank among those that generate
         self._advanced = anyio.Event()
 
     async def wait_version(self, version: int) -> None:
@@ -192,8 +192,8 @@ class FollowPump:
             await self._advanced.wait()
 
     async def wait_published(self, turn: int) -> None:
-        """Wait until the engine has the weights of the turns below `turn`. A rank that joined waits until the ledger counts the
-        rank, or until no step follows."""
+        """Wait until the engine has the weights of the turns below `turn`. A rank that joined waits until the ledger counts it
+        among the ranks that generate, or until no step follows."""
         if self._remote.joins:
             while not (self._begun or self._remote.trained.is_set()):
                 await self._advanced.wait()
@@ -218,7 +218,7 @@ class FollowPump:
                 version = await self._engine_version.next()
             # Shown only on a node that joined.
             ports.note(f"version {version} of the weights is here; groups played here: {ports.book.end_count}")
-            # Before the release: with the free slots rank 0 may complete a step before the next regular report.
+            # Before the release: with the released slots rank 0 may complete a step, whose metrics should have these counts.
             await self._remote.report()
             turn = ports.turn_of(version) - 1
             if not self._begun:

@@ -1,14 +1,14 @@
 """Collects the members of groups from other processes, and hands whole groups to the intake.
 
     add ──▶ stash, by (epoch, group) ──whole──▶ queue ──▶ Intake.submit (waits for a slot) ──▶ trained or dropped
-              │ time is up, epoch over, too old: dropped and counted
+              │ incomplete: time-out, epoch over, too old, bad record
 
-* The queue of whole groups needs no bound of its own, because each group in it keeps its place in its producer's ring.
-* A group whose versions are known is dropped and counted at once if every step within `rollout.max_staleness` is full: its
-  producer can play a new group with newer weights. A group without versions waits for its slot.
-* An incomplete group ends in four cases: `door.timeout_s` after its first member (`door.on_timeout`: drop it, train the members
-  that came, or end the run); `door.reconnect_s` after the last producer of its epoch left; when a member is too old to be trained;
-  when a record of the group fails its checks.
+* An epoch is here one run of a producer program, not a pass over data: a producer that restarts gets a new epoch.
+* With `rollout.late: wait` a group with versions is dropped and counted if every step up to its deadline is full: its producer
+  can play a new group with newer weights. A group without versions waits for its slot.
+* An incomplete group ends in four cases: `door.timeout_s` after its first member (`door.on_timeout`: drop the group, train the
+  members that came if they are at least two, or end the run); `door.reconnect_s` after the last producer of its epoch left; when a
+  member is too old to be trained; when a record of the group fails its checks.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from asyncrl.types import Prompt, Trajectory
 
 from .intake import Intake, release
 
-# Incomplete groups in the stash; their bytes are bounded by the rings.
+# The most incomplete groups in the stash. The rings bound their bytes.
 MAX_INCOMPLETE = 4096
-# Whole groups that wait for slots. They hold records of the rings, so the rings bound their number.
+# No real limit of whole groups that wait for slots: the rings bound the queue, as each queued group keeps its bytes in a ring.
 MAX_WHOLE = 1 << 30
-# Number of refusals that the live view shows; all are counted.
+# The live view shows this many refusals, the first ones. All refusals are counted.
 MAX_NOTES = 10
 
 
 @dataclass(slots=True)
 class DoorStatistics:
-    """Counts of a door's groups. `refused`: records that contradict their group, and groups that this run cannot train."""
+    """Counts of a door's groups. `refused`: refused members (`StashRefused`), and groups that this run cannot train."""
 
     submitted: int = 0
     # Dropped: they could not be trained within `max_staleness`.
     too_old: int = 0
     # Dropped: members were missing at the time-out or at the end of their epoch.
     incomplete: int = 0
-    # Queued for the intake with the members that came in time.
+    # Incomplete at the time-out, and queued for the intake with the members that came in time.
     partial: int = 0
     refused: int = 0
     last_refusal: str = ""
 
 
 class DoorGroups:
-    """The groups of one door. `submit`, `expire` and `end_epochs` run as tasks beside the caller of `add`."""
+    """The groups of one door (runtime/door.py). `submit`, `expire` and `end_epochs` run as tasks beside the caller of `add`."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class DoorGroups:
             "door", MAX_WHOLE, recorder
         )
         self._whole_in, self._whole = whole
-        # The producer's key of a group -> the group's id in this run. Only the newest `TOMBSTONES` groups are kept, because the
-        # stash remembers as many ended groups.
+        # The producer's key of a group -> the group's id in this run, for the newest `TOMBSTONES` groups. Older ids are not needed,
+        # because the stash remembers as many ended groups.
         self._ids: OrderedDict[GroupKey, int] = OrderedDict()
         self._feeders: dict[int, set[bytes]] = {}  # epoch -> its connected producers
-        self._ends: dict[int, float] = {}  # epoch without producers -> when it ends
+        self._ends: dict[int, float] = {}  # epoch without producers -> the time at which it ends
         self._changed = anyio.Event()
-        self._failed: str | None = None  # message: the first group without rewards
+        self._unscored: str | None = None  # message about the newest group whose scoring failed
 
     def close(self) -> None:
         """End the queue of whole groups. Do not call `add` or `submit` afterwards."""
@@ -95,7 +95,7 @@ class DoorGroups:
         self._whole.close()
 
     def group_id(self, epoch: int, group: int) -> int:
-        """The id of a producer's group in this run: the same for all its members."""
+        """The id of a producer's group in this run, the same for all members of the group. The first call takes a new id."""
         key = GroupKey(epoch, group)
         if key not in self._ids:
             self._ids[key] = self._intake.ids.take()
@@ -106,8 +106,8 @@ class DoorGroups:
     def add(
         self, epoch: int, group: int, members: Sequence[Trajectory], columns: Mapping[str, Any], lease: Lease
     ) -> bool:
-        """Take members that came together. `columns`: the columns of their prompt, for the reward functions. Returns False if no
-        member was taken; then the caller releases the lease."""
+        """Take members that came in one record. `columns`: the columns of their prompt, for the reward functions. Returns False if
+        nothing here needs the record's memory; then the caller must release the lease."""
         kept = False
         for trajectory in members:
             try:
@@ -119,13 +119,13 @@ class DoorGroups:
         return kept
 
     def discard(self, error: Exception, epoch: int, group: int) -> None:
-        """Drop a group with a record that cannot be trained, because the group can never be whole."""
+        """Drop a group because one of its records cannot be trained: the group can never be whole."""
         self._refuse(error, epoch, group)
         if (rest := self._stash.discard(group, epoch)) is not None:
             release(rest.leases)
 
     def on_producer(self, epoch: int, producer: bytes) -> None:
-        """A producer feeds this epoch, so the epoch does not end before the producer leaves."""
+        """A producer of this epoch has connected. The epoch does not end before all its producers have left."""
         self._feeders.setdefault(epoch, set()).add(producer)
         self._ends.pop(epoch, None)
 
@@ -140,7 +140,7 @@ class DoorGroups:
         self._changed = anyio.Event()
 
     def end_stale(self, version: int, max_age: int) -> None:
-        """Drop groups that are more than `max_age` versions older than `version`: they cannot be trained any more."""
+        """Drop incomplete groups with a token more than `max_age` versions older than `version`: they can no longer be trained."""
         for group in self._stash.evict_stale(version, max_age):
             self._drop(group)
 
@@ -182,10 +182,10 @@ class DoorGroups:
         trajectories = group.trajectories
         if len(trajectories) < group.size:  # ended by a time-out
             size = len(trajectories)
-            trajectories = tuple(replace(t, member=place, group_size=size) for place, t in enumerate(trajectories))
+            trajectories = tuple(replace(t, member=number, group_size=size) for number, t in enumerate(trajectories))
         try:
             accepted = await self._intake.submit(trajectories, self._prompt(group), leases)
-        # Includes VersionAhead, for records that an earlier run of this name left behind.
+        # Also catches VersionAhead, which `Intake.submit` raises for records from an earlier run of this name.
         except (DataError, ValueError, RewardError) as error:
             self._refuse(error, group.key.epoch, group.key.group_id)
             release(leases)
@@ -208,12 +208,12 @@ class DoorGroups:
         return Prompt(first.group_id, ids, text, group.context)
 
     def _on_unscored(self, error: RewardError) -> None:
-        """With `reward.on_error: fail`: note the first failure and raise at the second. A single row without a needed column may be
-        one producer's fault; a second failure is the run's fault. Errors: RewardError."""
-        before, self._failed = self._failed, self._counts.last_refusal
+        """With `reward.on_error: fail`: remember the first failure, raise RewardError at the second. One failure may come from the
+        bad row of one producer. A second failure counts as a fault of the run."""
+        before, self._unscored = self._unscored, self._counts.last_refusal
         if before is not None:
             raise RewardError(
-                f"{self._failed}; before it, {before}. The earlier failure dropped its group; the later failure ends the run"
+                f"{self._unscored}; before it, {before}. The earlier failure dropped its group; the later failure ends the run"
             ) from error
 
     def _pass_on(self, group: StashedGroup[Mapping[str, Any]]) -> bool:

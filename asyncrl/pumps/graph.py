@@ -1,9 +1,9 @@
-"""The connections of the pumps: the items on each edge, the bound of each edge, and what its producer waits for.
+"""How the pumps of one rank are connected. For each edge: its bound, what its producer waits for, and when it ends.
 
               (1) slots           (3) scoring                                     (6) publications
     prompts ---------> rollout ------------> score                       train ---------------------> publish
                          pump                 pump                        pump                         pump
-                           | (2) requests        |    (4) the way in       ^  (5) ready rows             |
+                           | (2) requests        |    (4) scored           ^  (5) ready rows             |
                            v                     '----> intake ---> store -'                             |
                          engine                           ^                                              |
                                     Runtime.submit, doors |                                              |
@@ -12,17 +12,18 @@
 
 | edge | bounded by | the producer waits for | ends when |
 |---|---|---|---|
-| 1 | slots | a slot, which the publish pump releases | there are no more prompts, or enough groups for `max_steps` |
-| 2 | slots x group_size | the reply of the engine | the engine closes; then every request fails |
+| 1 | slots | a slot, which a publish or the drop of a group frees | there are no more prompts, or enough groups for `max_steps` |
+| 2 | slots x group_size episodes | the reply of the engine | the engine closes; then every request fails |
 | 3 | reward calls at a time | a free scorer | the rollout pump has sent its last trajectory |
-| 4, 5 | slots | nothing, because every group with rows has a slot | the ledger is exhausted and has no live group |
+| 4, 5 | slots | nothing, because every group with rows has a slot | no rank admits groups any more, and no group is live |
 | 6 | one unfinished publish | the previous publish | the train pump ends |
 
-If ranks have different roles (`distributed.roles`), edge 4 leads to a training rank (`travel.py`). A rank that only trains has no
-rollout and score pumps. A rank that only generates has the follow pump (`follow.py`) instead of the train and publish pumps. If
-ranks share sequences, the siblings of a leader have the sibling pump (`siblings.py`) instead of the train pump.
+A slot is the right of one group to be in the run. The ledger gives a slot to each group that it admits.
 
-A pump that ends closes its end of each edge, and the `async for` of the next pump then ends. There are no sentinel items.
+If ranks have different roles (`distributed.roles`), edge 4 leads to a training rank (`travel.py`). A rank that only trains has no
+rollout and score pumps. A rank that only generates has the follow pump (`follow.py`) instead of the train and publish pumps. With
+context parallelism (`distributed.context`) one rank of a set leads. The others, its siblings, have the sibling pump
+(`siblings.py`) instead of the train pump. A pump that ends closes its edges, which ends the `async for` of the next pump.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class RoleParts:
-    """Further parts of a rank if ranks have different roles. `dispatch`: on rank 0. `remote`: on every other rank.
-    `engine_version`: on ranks that only generate. `departures`: on ranks that generate. `arrivals`: on ranks that build steps.
-    `leading`: on the leader of siblings. `calls`: on the leader's siblings."""
+    """Parts of a rank for `distributed.roles` and `distributed.context`; None: not on this rank. `dispatch`: on rank 0. `remote`:
+    on every other rank. `engine_version`: on ranks that only generate. `departures`: on ranks that generate. `arrivals`: on ranks
+    that build steps. `leading`: on the leader of siblings. `calls`: on each sibling, from its leader."""
 
     dispatch: Dispatch | None = None
     remote: Remote | None = None
@@ -77,7 +78,7 @@ Edge: TypeAlias = tuple[QueueSender[T], QueueReceiver[T]]
 
 
 class Graph:
-    """The pumps of one rank. `start` starts the pumps that train; `run` adds the pumps that generate and score."""
+    """The pumps of one rank. `start` starts the pumps that train, or the follow pump; `run` adds those that generate and score."""
 
     def __init__(
         self,
@@ -90,20 +91,20 @@ class Graph:
         evaluated: int = -1,
         role_parts: RoleParts | None = None,
     ) -> None:
-        """`at_version`: see `PublishPump`. `on_step`: see `TrainPump`. `evaluated`: `newest` of `EvaluatePump`. `catch_up(last)`
-        does missing work, such as an evaluation, before the first step (`last` is False) or after the last (`last` is True).
-        `role_parts`: None if all ranks have the same role."""
+        """`at_version`: see `PublishPump`. `on_step`: see `TrainPump`. `catch_up(last)` does missing work, such as an evaluation:
+        before the first step with `last=False`, after the last step with `last=True`. `evaluated`: the newest evaluated version;
+        -1: none. `role_parts`: None unless `Roles.differ` (distributed/roles.py)."""
         self._ports = ports
         self._prompts = prompts
-        # The program or other processes submit the groups.
-        self._takes_groups = prompts is None and role_parts is None
+        # Whether all groups come from outside: the program or other processes submit them.
+        self._only_submitted = prompts is None and role_parts is None
         self._role_parts = role_parts = role_parts or RoleParts()
         reroll = Reroll(ports, prompts)
         self.intake = Intake(ports, reroll)
         self._catch_up = catch_up
         self._publish = PublishPump(ports, at_version, partial(catch_up, False))
         self._claims = Claims(ports)
-        self._training_completed = False  # without an error or a cancellation
+        self._training_completed = False  # True: ended without an error or a cancellation
         published = self._publish.wait_published
         self._train: TrainPump | SiblingPump = (
             TrainPump(ports, self._claims, reroll, published, on_step)
@@ -112,13 +113,13 @@ class Graph:
         )
         if role_parts.leading is not None:
             role_parts.leading.wait_published = lambda: published(ports.turn_of(ports.trainer.version))
-        environment = ports.config.rollout.environment.rpartition(":")[2]  # names of metrics hold no path
+        environment = ports.config.rollout.environment.rpartition(":")[2]  # no path in names of metrics
         spread = None if role_parts.dispatch is None else role_parts.dispatch.evaluate
         evaluate = EvaluatePump(ports, held_out, environment, evaluated, spread) if held_out else None
         self._evaluate = evaluate
-        # Rank 0 alone decides when the other ranks evaluate.
+        # A rank with a `Remote` only plays the rows that rank 0 sends: rank 0 decides which versions are evaluated.
         decider = evaluate if role_parts.remote is None else None
-        # The other ranks that play a part of an evaluation cannot pin a version.
+        # An evaluation that is spread over ranks pins no version: the other ranks cannot pin versions.
         pinning = ports.engine if spread is None else None
         self.evaluations = Evaluations(decider, pinning, self._publish.sync)
         self._follow = None
@@ -129,8 +130,8 @@ class Graph:
         self._training_tasks: TaskGroup | None = None
         self._finished = anyio.Event()  # train and publish pumps, or follow pump, have ended
         self._generated = anyio.Event()  # the rollout and score pumps have ended
-        self._generation_scope = anyio.CancelScope()
-        self._generation_pumps_scope: anyio.CancelScope | None = None
+        self._generation_scope = anyio.CancelScope()  # cancelled at the end of the training
+        self._generation_pumps_scope: anyio.CancelScope | None = None  # cancelled if a generating pump fails
         self.on_finish: Callable[[], None] = lambda: None  # called when the training pumps have ended
         self._generating = False
         self._draining = False
@@ -139,14 +140,14 @@ class Graph:
         self.time_is_up = False
 
     def start(self, supervisor: Supervisor) -> None:
-        """Start to train the groups that `run` generates and that `submit` gets."""
-        self._accept_groups(self._takes_groups or self._prompts is not None)
+        """Start the training pumps (or the follow pump), for the groups that `run` generates and for groups from outside."""
+        self._accept_groups(self._only_submitted or self._prompts is not None)
         supervisor.start("training", self._run_training if self._follow is None else self._run_following)
         if self._role_parts.remote is not None and (self._ports.generates or self._ports.follows):
             supervisor.start("reports", self._role_parts.remote.report_often)
 
     def _accept_groups(self, accepts: bool) -> None:
-        """Set whether groups may come from outside. If they may, idle time of the device is counted as waiting for the program."""
+        """Set whether groups may come from outside. While they may, idle time of the device counts as waiting for the program."""
         self._ports.recorder.change_actor(
             "the program" if self._accepts_groups else "", "the program" if accepts else ""
         )
@@ -212,15 +213,15 @@ class Graph:
         self._generation_scope.cancel()
 
     async def run(self, supervisor: Supervisor) -> None:
-        """Generate, score and train the configured prompts until the end. Groups that no step has trained are dropped and counted.
+        """Generate, score and train the configured prompts until the training ends. Then drop and count the untrained groups.
 
-        Without prompts: train the submitted groups; after the time limit no group is accepted any more."""
+        Without prompts: train the submitted groups until `drain` ends the training. This method calls `drain` at the time limit."""
         pump = self._follow or self._publish
         await pump.wait_published(self._ports.ledger.turn)
-        if not self._takes_groups:
+        if not self._only_submitted:
             self._generating = True
             self._accept_groups(False)
-        if self._ports.generates and not self._takes_groups:
+        if self._ports.generates and not self._only_submitted:
             supervisor.start("generation", self._run_generation)
         else:
             self._generated.set()
@@ -229,7 +230,7 @@ class Graph:
             await self._finished.wait()
         if timer.cancelled_caught:
             self.time_is_up = True
-            if self._takes_groups:
+            if self._only_submitted:
                 await self.drain()
             elif self._ports.alone and self._follow is None:  # several ranks agree on a step and call `stop_at`
                 self._claims.stop_after_step()
@@ -239,16 +240,14 @@ class Graph:
                 # The supervisor cancels this task and raises its failure.
                 await anyio.sleep_forever()
             turn = self._ports.ledger.turn
-            raise LifecycleError(
-                f"the training stopped after step {turn}, too early, without an error; report this bug"
-            )
+            raise LifecycleError(f"the training stopped early, after step {turn}, without an error; report this bug")
         # Without this wait a group could be admitted after `end_all`.
         await self._generated.wait()
         self._generating = False
         await self._ports.book.end_all("the run ended first")
 
     def stop_at(self, turn: int) -> None:
-        """Begin no step of this turn or a later turn. Every rank must pass the same turn, which no rank has begun."""
+        """Begin no step of this turn or a later turn. Every rank must pass the same turn, and no rank may have begun it."""
         self._claims.stop_at(turn)
 
     async def _run_generation(self) -> None:
@@ -279,7 +278,7 @@ class Graph:
             self._role_parts.departures.close()
 
     async def drain(self) -> None:
-        """Refuse further groups, train the groups that were accepted, and end. Returns when the training pumps have ended."""
+        """Refuse further groups, train the accepted groups as far as they make steps, and end. Returns after the training pumps."""
         if not self._finished.is_set():
             self._draining = True
             self._accept_groups(False)
@@ -288,8 +287,8 @@ class Graph:
             await self._finished.wait()
 
     def open_intake(self) -> Intake:
-        """The intake, for groups from outside. Errors: LifecycleError while this rank generates groups of its own prompts, and
-        if ranks have different roles, because their groups travel only during `run`."""
+        """Returns the intake, for groups from outside. Errors: LifecycleError while this rank generates groups of its own prompts,
+        and if ranks have different roles, because groups travel between such ranks only during `run`."""
         ports = self._ports
         if ports.depart is not None or not (ports.builds_steps and ports.generates):
             raise LifecycleError(
@@ -318,8 +317,8 @@ class Graph:
         return await self.open_intake().play(prompt.group_id, lambda ticket: player.play(ticket, prompt, size))
 
     async def wait_published(self) -> None:
-        """Wait until every step is published and reported, and every engine has the newest weights. Errors: LifecycleError if
-        roles differ, and this rank builds no steps or other ranks must send the weights, too: they do not know of this call."""
+        """Wait until every step is published and reported, and every engine has the newest weights. Errors, only with
+        `role_parts`: LifecycleError if this rank builds no steps, or if other ranks, which ignore this call, must send weights."""
         ports, interval = self._ports, self._ports.config.rollout.weight_sync_interval
         has_roles = self._role_parts.dispatch is not None or self._role_parts.remote is not None
         if has_roles and (not ports.builds_steps or (interval > 1 and not ports.alone)):
@@ -333,9 +332,9 @@ class Graph:
 
     async def evaluate(self, version: int, report: Report, *, first: bool, last: bool) -> None:
         """Evaluate the held-out prompts at this version, if due, and call `report`: see `Evaluations.evaluate`. At the `first` and
-        the `last` version of a run the training waits for the evaluation. The training pumps end after all evaluations."""
+        the `last` version of a run the training waits for the evaluation. Other evaluations may run during later steps."""
         if self._role_parts.remote is not None and self._evaluate is not None and self._evaluate.due(version, last):
-            # The ranks that evaluate for rank 0 get the version only when every training rank has handed it over.
+            # Rank 0 evaluates the version on other ranks. They get its weights only after all training ranks have sent them.
             await self._publish.sync()
         await self.evaluations.evaluate(
             version, report, last=last, beside=None if first or last else self._training_tasks
@@ -344,23 +343,23 @@ class Graph:
     def is_last_version(self) -> bool:
         """Whether it is known that no step follows the version that the trainer has now. All training ranks get the same answer."""
         ports = self._ports
-        # The end of the prompts is known to each rank at a moment of its own. With fsdp a rank that knew the end would save the
-        # last version, and wait for the part of a rank that did not know the end.
+        # `ledger.finished` becomes True at a different moment on each rank, so it counts only without other ranks. With fsdp a
+        # rank that has seen the end would save the last version, and wait for the shard of a rank that has not.
         return self._claims.finished or (ports.alone and ports.ledger.finished)
 
     @property
     def waiting_prompt(self) -> int | None:
-        """The group id of the prompt that was taken from the cursor and waits for a slot."""
+        """The group id of the prompt that was taken from the cursor and waits for a slot. None: no prompt waits."""
         return None if self._rollout is None else self._rollout.waiting_prompt
 
     @property
     def busy(self) -> bool:
-        """Whether the graph generates, drains, or has live groups, and the training pumps have not ended."""
+        """Whether the training pumps have not ended, and the graph generates, drains or has live groups."""
         has_work = self._generating or self._draining or self._ports.ledger.statistics().live > 0
         return has_work and not self._finished.is_set()
 
     @property
     def ending(self) -> bool:
-        """Whether the pumps that generate are still running after the end of the training, or after one of these pumps failed."""
+        """Whether the generating pumps still run, although the training has ended or one of the generating pumps has failed."""
         failed = self._generation_pumps_scope is not None and self._generation_pumps_scope.cancel_called
         return self._generating and (failed or self._finished.is_set())

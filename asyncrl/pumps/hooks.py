@@ -3,8 +3,8 @@
     prompt ──before_group──▶ rollouts ──▶ rewards ──after_rewards──▶ filters ──▶ advantages ──after_advantages──▶ training
 
 Hooks are plain or async functions and run on the event loop: code that blocks or computes for more than a few milliseconds
-belongs in a reward function. A hook that returns `None` leaves its argument as it is. An exception of a hook, or an answer of the
-wrong form, ends the run with a `HookError` that names the hook. With several ranks, each rank calls its hooks for its own groups.
+belongs in a reward function. A hook that returns `None` changes nothing. A hook that raises, or returns something of the wrong
+form, ends the run, or the program's call of `submit` or `play`, with a `HookError`. Each rank calls hooks for its own groups.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from asyncrl.types import Group, Prompt
 T = TypeVar("T")
 Maybe: TypeAlias = T | Awaitable[T | None] | None
 Numbers: TypeAlias = npt.NDArray[np.float64]
-# Advantages beyond this overflow the float32 column of a microbatch.
-FLOAT32 = float(np.finfo(np.float32).max)
+# Larger advantages would overflow the float32 column of a microbatch.
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Passed as `Runtime(config, hooks=Hooks(after_rewards=f))`, or named by `hooks: file.py:name` in the configuration."""
+    """Pass `Runtime(config, hooks=Hooks(after_rewards=f))`, or name a `Hooks` object with `hooks: file.py:name` in the settings."""
 
     # Called before a group is sampled. May return another prompt of the same group id.
     before_group: Callable[[Prompt], Maybe[Prompt]] | None = None
@@ -52,7 +52,7 @@ class Hooks:
         return found
 
     def check(self) -> Hooks:
-        """Returns itself. Errors: ConfigError for a hook that is no function."""
+        """Returns `self`. Errors: ConfigError for a hook that cannot be called."""
         for name, hook in ((field.name, getattr(self, field.name)) for field in fields(self)):
             if hook is not None and not callable(hook):
                 raise ConfigError(f"hooks: {name} is a {type(hook).__name__}; expected a function")
@@ -91,9 +91,9 @@ class Hooks:
             return advantages
         try:
             values = np.array(new, dtype=np.float64)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             values = np.zeros(0)
-        if values.shape != advantages.shape or not (np.abs(values) <= FLOAT32).all():
+        if values.shape != advantages.shape or not (np.abs(values) <= MAX_FLOAT32).all():
             raise self._wrong_answer("after_advantages", new, f"None or {advantages.size} finite float32 numbers")
         return values
 
@@ -105,9 +105,9 @@ class Hooks:
             result = hook(*arguments)
             return await result if inspect.isawaitable(result) else result
         except asyncio.CancelledError as error:
-            if anyio.current_effective_deadline() == -math.inf:
+            if anyio.current_effective_deadline() == -math.inf:  # this task is cancelled
                 raise
-            # A task group would treat this error as an ordinary end, and the prompt's group would silently disappear.
+            # A task group ignores a CancelledError that leaves a task: the group of trajectories would silently disappear.
             raise HookError(f"hook {name} ({_title(hook)}) cancelled itself: {error}".removesuffix(": ")) from None
         except BaseException as error:
             if is_interrupt(error):

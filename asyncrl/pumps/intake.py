@@ -1,13 +1,12 @@
 """The intake: groups from every source pass through the same stages before they can be trained.
 
     own rollouts:    slot, play                    ─┐
-    Runtime.submit:  check, slot                   ─┼─▶ rows ─▶ rewards ─▶ shaping ─▶ hook ─▶ filters ─▶ ready, or dropped
+    Runtime.submit:  check, slot                   ─┼─▶ rows, rewards ─▶ shaping ─▶ hook ─▶ filters ─▶ ready, sent, or dropped
     other processes: check, gather members, slot   ─┘
     (pumps/gathering.py)
 
-* A group has the same id from its first trajectory to its end (`GroupIds`).
-* A member that comes with a reward keeps that reward. The reward functions of the run score the other members. A member without
-  a reward is refused if the run has no reward functions.
+* A member that comes with a reward keeps that reward. The reward functions of the run score the other members. A member from
+  outside without a reward is refused if the run has no reward functions.
 * A group gets its slot before its rewards. So the slots bound how many groups are scored at a time.
 """
 
@@ -32,13 +31,13 @@ from asyncrl.types import Group, Prompt, Ticket, Trajectory
 from .pipeline import Ports
 from .screen import OVERLONG, Reroll, Screen, shape_reward
 
-# The newest ids of groups from outside, kept to refuse a second submit. More than any run has groups at a time.
+# The intake remembers this many ids of groups from outside, the newest ones, to refuse a second submit of a group.
 MAX_REMEMBERED_IDS = 65_536
 logger = logging.getLogger("asyncrl.pumps")
 
 
 class Intake:
-    """Scores and filters the groups of every source. A group then is ready to be claimed, or is dropped."""
+    """Scores and filters groups of every source. Then drops a group, sends it to a training rank, or makes it ready for a claim."""
 
     def __init__(self, ports: Ports, reroll: Reroll) -> None:
         self._ports = ports
@@ -48,20 +47,20 @@ class Intake:
         self._submitted: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, oldest first
         self._components: set[str] = set()  # names of reward components from outside
         self._warned_of_one = False
-        self._closed = ""  # the reason why `submit` is refused
-        self._waiting: set[anyio.CancelScope] = set()  # calls that wait for a slot
-        self._playing: dict[anyio.CancelScope, anyio.Event] = {}  # groups of `play`, until their end
-        # Leases of groups that were refused because live groups hold all places in the steps. Released when a group ends.
+        self._closed = ""  # why `submit` and `play` are refused; empty: they are not
+        self._waiting: set[anyio.CancelScope] = set()  # a scope for each call that waits for a slot
+        self._playing: dict[anyio.CancelScope, anyio.Event] = {}  # scope of a call of `play` -> set at its end
+        # Leases of groups refused because live groups hold all places up to the deadline. Released when the next group ends.
         self._delayed_leases: list[Lease] = []
         ports.book.on_end = self._on_end
         self.ids = ports.ids
-        self.scored = 0  # trajectories
+        self.scored = 0  # number of scored trajectories
 
     async def take(self, part: Group) -> Group | None:
-        """Score one member of a group, or all members. Returns the scored group after its last member, else None."""
+        """Score `part`: one member of a group, or all members. Returns the whole group after its last member, else None."""
         group_id, book, store = part.group_id, self._ports.book, self._ports.store
         self._ports.recorder.gauge("queue/stash/depth", self.incomplete)
-        if group_id not in book:  # another member failed
+        if group_id not in book:  # the group has ended: another member failed, for example
             return None
         if len(part.trajectories) == part.trajectories[0].group_size:
             group = await self._enter(store.put(part))
@@ -81,7 +80,7 @@ class Intake:
 
     @property
     def incomplete(self) -> int:
-        """The number of own groups with some scored and some missing members."""
+        """The number of this rank's own groups of which some members, but not all, are scored."""
         return len(self._members)
 
     async def drop_incomplete(self) -> None:
@@ -93,11 +92,11 @@ class Intake:
         """Take a whole group whose members passed `check`. Waits for a slot, and scores members without a reward.
         `leases`: the memory of the group, lent by a producer. The leases are released after the group is trained or dropped.
 
-        Returns False if the group is too old for every free place. If the group is past its deadline, its leases are released at
-        once. Otherwise live groups hold the places, and the leases are released when one of them ends. So a producer that is
-        faster than the training waits at its full ring, instead of pushing groups as fast as the event loop can drop them.
-        Errors: LifecycleError if no step can follow, also while this method waits; DataError for a group that cannot be trained,
-        or was submitted before. After an error the group has no slot, and its leases are not released."""
+        Returns False, and drops the group, if it is too old for every free place in the steps. If the group is past its deadline,
+        its leases are released at once. Otherwise live groups hold the places, and the leases are released when the next group
+        ends. So a producer that is faster than the training fills its ring and waits, and keeps the event loop free.
+        Errors: LifecycleError if the intake is closed, also while this method waits for a slot; DataError for a group that cannot
+        be trained or has ended; LedgerError for a live group; VersionAhead. An error gives the slot back, but releases no lease."""
         ports = self._ports
         members = members_in_order(trajectories)
         self._check_open()
@@ -117,7 +116,7 @@ class Intake:
         if ticket is None:
             ports.recorder.count("staleness/dropped")
             assert oldest is not None, "a group without versions is never too old"
-            # If a group ended during `admit`, perhaps no group ends later, and nothing would release delayed leases.
+            # A group that ended during `_admit` may have been the last to end. Then nothing would release delayed leases.
             if oldest + turns_bound(ports.config) < ports.ledger.turn or ends_before != ports.book.end_count:
                 release(leases)
             else:
@@ -138,9 +137,11 @@ class Intake:
             raise
         return True
 
-    async def play(self, group_id: int, play: Callable[[Ticket], Awaitable[Group | None]]) -> tuple[Trajectory, ...]:
-        """Wait for a slot, then let `play` play a group, and take the group. Returns its members with their rewards; none if the
-        group has failed. Errors: LifecycleError as `submit`; those of `play`."""
+    async def play(
+        self, group_id: int, play_group: Callable[[Ticket], Awaitable[Group | None]]
+    ) -> tuple[Trajectory, ...]:
+        """Wait for a slot, play a group with `play_group`, and take the group. Returns its members with their rewards; no members
+        if the group failed, or was dropped before its rewards. Errors: LifecycleError as in `submit`; those of `play_group`."""
         self._check_open()
         ticket = await self._admit(group_id, None)
         assert ticket is not None, "a fresh group always gets a ticket"
@@ -150,7 +151,7 @@ class Intake:
             self._playing[scope] = anyio.Event()
             try:
                 self._check_open()
-                played = await play(ticket)
+                played = await play_group(ticket)
                 group = None if played is None else await self.take(played)
             except BaseException:
                 with anyio.CancelScope(shield=True):
@@ -163,7 +164,7 @@ class Intake:
         return () if group is None else group.trajectories
 
     async def end_plays(self) -> None:
-        """Cancel the groups of `play`, and wait until their episodes have ended."""
+        """Cancel all calls of `play`, and wait until their episodes have ended."""
         ends = list(self._playing.items())
         for scope, _ in ends:
             scope.cancel()
@@ -171,7 +172,7 @@ class Intake:
             await ended.wait()
 
     def check(self, trajectory: Trajectory, limits: Limits) -> None:
-        """Check a member from outside when it arrives. Errors: DataError that names the member and the field."""
+        """Check a member from outside, and remember the names of its components. Errors: DataError that names member and field."""
         check_trajectory(trajectory, limits)
         check_trains(trajectory)
         if trajectory.reward is None and not self._ports.scores:
@@ -190,7 +191,7 @@ class Intake:
             raise DataError(f"member {trajectory.member}: the component name {OVERLONG!r} is reserved; rename it")
 
     def close(self, reason: str) -> None:
-        """Refuse every further `submit`. A `submit` that waits for a slot raises LifecycleError with `reason`."""
+        """Refuse every further `submit` and `play`. Calls that wait for a slot raise LifecycleError with `reason`."""
         self._closed = self._closed or reason
         for scope in self._waiting:
             scope.cancel()
@@ -222,7 +223,7 @@ class Intake:
         return await self._filter(replace(group, trajectories=await self._score_members(group)), leased=leased)
 
     async def _filter(self, group: Group, *, leased: bool = False) -> Group:
-        """Shape the rewards of a scored group, then drop the group or make it ready."""
+        """Shape the rewards of a scored group, then drop the group, make it ready, or send it to a training rank (`depart`)."""
         ports = self._ports
         if len(group.trajectories) == 1 and not self._warned_of_one and (problem := alone_problem(ports.config)):
             self._warned_of_one = True
@@ -234,7 +235,7 @@ class Intake:
         if group.group_id not in ports.book:
             return group
         if ports.hooks.after_rewards is not None:
-            # The hook may keep the group longer than the lease, so it gets a copy.
+            # The hook may keep the group longer than the lease, so the hook gets a copy.
             with ports.recorder.watch("score pump", f"group {group.group_id}", on="hook after_rewards"):
                 group = await ports.hooks.apply_after_rewards(copy_group(group) if leased else group, ports.limits)
         reason = self._screen.reason_to_drop(group)
@@ -248,7 +249,7 @@ class Intake:
         return group
 
     async def _score_members(self, group: Group) -> tuple[Trajectory, ...]:
-        """All members, with rewards. Members that came with a reward are not scored again."""
+        """All members, with rewards. Only members without a reward are scored."""
         ports, recorder = self._ports, self._ports.recorder
         unscored = [t for t in group.trajectories if t.reward is None]
         scored: dict[int, Trajectory] = {}
@@ -266,11 +267,11 @@ class ScorePump:
     """The score pump: gives played trajectories to the intake, which scores them.
 
         consumes     trajectories, one by one or a whole group in member order (`reward.batch`): edge 3
-        produces     scored members for the intake (edge 4)
+        produces     scored groups in the store, through the intake (edge 4)
         waits for    a played trajectory; rewards
         is woken by  the rollout pump; reward workers
 
-    There is one scorer task more than `calls`, so that no reward worker is idle while a reply is handled.
+    There is one more scorer task than `calls`, so that no reward worker is idle while a scorer handles its result.
     """
 
     def __init__(self, intake: Intake, scoring: QueueReceiver[Group], calls: int) -> None:
@@ -280,7 +281,7 @@ class ScorePump:
         self._calls = calls
 
     async def run(self) -> None:
-        """Ends when every rollout is scored. Incomplete groups are then dropped and counted."""
+        """Score until the rollout pump ends and all its trajectories are scored. Then drop and count the incomplete groups."""
         async with self._scoring, anyio.create_task_group() as scorers:
             for _ in range(self._calls + 1):
                 spawn(scorers, "scorer", self._score)

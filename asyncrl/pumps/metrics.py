@@ -2,8 +2,8 @@
 
     groups of a rank --group_rows--> StepPart --gather--> the parts of all ranks --step_metrics--> one dictionary
 
-A part holds rows (a few numbers of each trajectory) instead of sums. So the result has the same bits for every distribution of
-the groups over ranks. A run with one rank uses the same functions with one part.
+Of rewards, lengths and ages a part holds rows (a few numbers of each trajectory) instead of sums. So these metrics have the same
+bits for every distribution of the groups over ranks. A run with one rank uses the same functions with one part.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Row(NamedTuple):
     """The numbers of one trajectory. A tuple, because its JSON is short: about 50 bytes without the components."""
 
     reward: float | None
-    # The reward components, and the numbers that reward functions logged.
+    # The reward components (None: does not apply), and the result of `logged_numbers`.
     components: dict[str, float | None]
     # The number of sampled tokens. Only sampled tokens are trained.
     tokens: int
-    # The completion ended at its length limit.
+    # Whether the completion was cut off at its length limit.
     clipped: bool
-    # More than one version of the weights sampled the trajectory.
+    # Whether several versions of the weights sampled the trajectory.
     spans: bool
 
 
 class GroupRows(NamedTuple):
-    """The rows of one group, as a tuple like `Row`."""
+    """The rows of one group, as a tuple like `Row`. `oldest_version`: -1 if the group has no trained token."""
 
     group_id: int
     oldest_version: int
@@ -65,19 +65,19 @@ class StepPart:
     groups: tuple[GroupRows, ...]
     # Metrics that are summed over ranks, by name.
     sums: Mapping[str, float] = field(default_factory=dict)
-    # The ages, in versions, of the replayed groups. They were trained in place of some of `groups`.
+    # The age, in versions, of each replayed group. Each was trained in place of one of `groups`.
     replayed_ages: tuple[int, ...] = ()
-    # The sum of the KL over all tokens, if the KL is subtracted from the rewards.
+    # The sum of the KL to the reference over all tokens, if the KL is subtracted from the rewards.
     kl: float | None = None
 
 
-# A rank sends one of three parts: metrics of its step; (group id, rewards) of its groups, for advantages over the whole step;
-# or the ids of its groups, for the division into minibatches.
+# Ranks gather three kinds of parts: metrics of a step; (group id, rewards) of groups, for advantages over the whole step; and ids
+# of groups, for the division into minibatches.
 Part: TypeAlias = StepPart | list[tuple[int, GroupRewards]] | list[int]
 
 
 def encode_part(part: Part) -> bytes:
-    """Encode a part as JSON, which executes no code when decoded. Floats keep every bit, NaN and infinities included."""
+    """Encode a part as JSON, which executes no code when decoded. Floats keep their values, also NaN and infinities."""
     return json.dumps(part, default=_plain).encode()
 
 
@@ -86,7 +86,7 @@ def decode_part(data: bytes) -> Part:
     plain: Any = json.loads(data)
     if isinstance(plain, dict):
         groups = [
-            GroupRows(number, oldest, tuple(Row(*row) for row in rows)) for number, oldest, rows in plain["groups"]
+            GroupRows(group_id, oldest, tuple(Row(*row) for row in rows)) for group_id, oldest, rows in plain["groups"]
         ]
         return StepPart(tuple(groups), plain["sums"], tuple(plain["replayed_ages"]), plain["kl"])
     if plain and isinstance(plain[0], int):
@@ -107,7 +107,7 @@ def group_rows(groups: Sequence[Group]) -> tuple[GroupRows, ...]:
 
 
 def logged_numbers(trajectory: Trajectory) -> dict[str, float]:
-    """The values in `trajectory.extras` that are numbers. Reward functions logged them."""
+    """The numbers in `trajectory.extras`: `FUNCTION/NAME` from reward functions, `own/NAME` from environments and programs."""
     return {name: float(value) for name, value in trajectory.extras.items() if isinstance(value, (bool, int, float))}
 
 
@@ -124,17 +124,17 @@ def _row(trajectory: Trajectory) -> Row:
 
 
 def step_metrics(parts: Sequence[StepPart], version: int, result: StepResult, seconds: float) -> dict[str, float]:
-    """The metrics of a step, by name. `parts`: of all ranks. `version`: of the weights before the step. `seconds`: duration of
-    the step on this rank."""
+    """The metrics of a step, by name. `parts`: the parts of all ranks. `version`: version of the weights before the step.
+    `seconds`: duration of the step on this rank."""
     # Sorted by id, because the rounding of the sums depends on the order.
     groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.group_id)
     rows = [row for group in groups for row in group.rows]
-    ages = [age for part in parts for age in part.replayed_ages]
+    replayed_ages = [age for part in parts for age in part.replayed_ages]
     tokens = sum(row.tokens for row in rows)
     metrics = dict(result.metrics)
     metrics.update({"loss": result.loss, "optim/grad_norm": result.grad_norm, "optim/lr": result.lr})
     metrics.update({"train/tokens": result.tokens, "train/sequences": result.sequences})
-    metrics["train/groups"] = len(groups) - len(ages)
+    metrics["train/groups"] = len(groups) - len(replayed_ages)
     if len(parts) > 1 and tokens:
         largest = max(sum(row.tokens for group in part.groups for row in group.rows) for part in parts)
         metrics["train/balance"] = largest * len(parts) / tokens
@@ -148,8 +148,8 @@ def step_metrics(parts: Sequence[StepPart], version: int, result: StepResult, se
     # `result.tokens` leaves out tokens masked by overlong filtering, and includes tokens that a term of the loss weighs with 0.
     if result.sequences:
         metrics["completions/trained_mean_length"] = result.tokens / result.sequences
-    if ages:
-        metrics.update({"replay/age_mean": float(np.mean(ages)), "replay/age_max": float(max(ages))})
+    if replayed_ages:
+        metrics["replay/age_mean"], metrics["replay/age_max"] = float(np.mean(replayed_ages)), float(max(replayed_ages))
     if kl_sums := [part.kl for part in parts if part.kl is not None]:
         metrics["kl"] = math.fsum(kl_sums) / max(tokens, 1)
     metrics["time/step"] = seconds
@@ -212,8 +212,8 @@ def _staleness_metrics(groups: Sequence[GroupRows], rows: Sequence[Row], version
 
 
 def merge_results(results: Sequence[StepResult]) -> StepResult:
-    """One result for a pass over a batch. Counts are summed over the optimizer steps of the pass. Each other metric is the mean,
-    minimum or maximum over these steps (`reduction_of`). The version and the learning rate are those of the last step."""
+    """One result for a pass over a batch. Counts are summed over the optimizer steps of the pass. Every other metric is a mean,
+    minimum or maximum over these steps (`reduction_of`). Version and learning rate are those of the last step."""
     if len(results) == 1:
         return results[0]
     metrics: dict[str, float] = {}
@@ -221,7 +221,7 @@ def merge_results(results: Sequence[StepResult]) -> StepResult:
         values = [result.metrics[name] for result in results if name in result.metrics]
         reduction = reduction_of(name)
         if reduction == "sum":
-            # `*_tokens` are counts. Other metrics with this reduction are means of an optimizer step, so their mean is taken.
+            # `*_tokens` are counts. Other metrics with this reduction were divided in each step, so their mean is taken.
             metrics[name] = math.fsum(values) / (1 if name.endswith("_tokens") else len(values))
         else:
             metrics[name] = min(values) if reduction == "min" else max(values)

@@ -1,11 +1,10 @@
 """How many groups a rank plays at once if several ranks generate.
 
-A step waits for its oldest groups, wherever they are played. So a slow rank with as many groups as the others would hold up all
-ranks. Each rank compares the seconds of its groups with the mean of the other ranks. The rank's limit of groups falls while its
-groups take more than `SLACK` times as long, and rises otherwise. So groups take about as long on all ranks.
+A step waits for its oldest groups, also for those of slow ranks. So a slow rank that plays as many groups as a fast rank would
+delay every step. Each rank compares the duration of its groups with the mean duration on the other ranks. Its limit of groups
+falls while its groups take more than `SLACK` times the mean, and rises otherwise. So groups take about as long on all ranks.
 
-A rank whose groups take too long even one by one pauses. The rank plays one group after the pause, or sooner if no rank admits
-groups.
+A rank whose groups take too long even one by one pauses. It plays one group after the pause, or sooner if no rank admits groups.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from collections.abc import Callable
 
 import anyio
 
-# Groups of healthy ranks wait in the store for up to half a step, so a group that takes this much longer delays no step.
+# Groups of healthy ranks wait in the store for up to half a step: a group that takes up to this many times the mean delays no step.
 SLACK = 1.25
-GAIN = 0.25  # small: one long group does not prove that the rank is slow
-# The limit is at most this many times `max_playing`. So after a few long groups the limit is still above `max_playing`.
+# Exponent in `Pace.end`. Small, because one long group does not prove that the rank is slow.
+GAIN = 0.25
+# The limit is at most this many times `max_playing`. Only many long groups bring it below `max_playing`, where it takes effect.
 RESERVE = 64.0
 MIN_LIMIT = 0.5  # a rank with a lower limit pauses
-# A pause takes this many times as long as the group that was too slow. Each further such group doubles the factor.
+# A pause takes this many times as long as the group that was too slow. The factor doubles with each pause, up to the largest.
 _FIRST_FACTOR, _LARGEST_FACTOR = 4.0, 64.0
 logger = logging.getLogger("asyncrl.pumps")
 
@@ -31,7 +31,7 @@ class Pace:
 
     def __init__(self, max_playing: int, admitted: Callable[[], int]) -> None:
         """`max_playing`: the most groups that this rank may play at once. `admitted()`: number of admitted groups of all ranks."""
-        self.others_mean_s = 0.0  # `Prompts.others_mean_s`; 0: unknown, the limit stays
+        self.others_mean_s = 0.0  # 0: unknown, then the limit does not change
         self._max_playing, self.limit = max_playing, RESERVE * max_playing
         self._admitted = admitted
         self._playing = 0
@@ -46,7 +46,7 @@ class Pace:
             self.limit, self._max_playing = self.limit * max_playing / self._max_playing, max_playing
 
     def take_played(self) -> list[float]:
-        """The seconds of the groups that ended since the last call."""
+        """The seconds of each group that was played since the last call."""
         played_s, self._played_s = self._played_s, []
         return played_s
 
@@ -54,7 +54,7 @@ class Pace:
         """Wait until this rank may play one more group."""
         while self._playing + 1 > max(1.0, min(self.limit, self._max_playing)):
             await self._ended.wait()
-        # If no group was admitted between two looks, the other ranks may wait for this one: the pause ends.
+        # If no rank admitted a group between two looks, the other ranks may wait for this rank: the pause ends.
         seen = -1
         while (pause_s := self._resumes_at - anyio.current_time()) > 0 and self._admitted() != seen:
             seen = self._admitted()
@@ -62,7 +62,7 @@ class Pace:
         self._playing += 1
 
     def end(self, seconds: float) -> None:
-        """A group was played in this time. 0: the group has failed, so its time does not count."""
+        """A group has ended after `seconds`. 0: the group has failed, so its time does not count."""
         self._playing -= 1
         if seconds > 0:
             self._played_s.append(seconds)

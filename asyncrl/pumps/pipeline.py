@@ -1,4 +1,4 @@
-"""What the pumps share: the ports of a rank, and the items on the edges of `graph.py`."""
+"""What the pumps share: the ports of a rank, and the publication and the report of a committed step."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .hooks import Hooks
 
 T = TypeVar("T")
 
-# Runs one round: microbatches that all ranks of a sharded model run together. Argument: whether this rank is finishing its step.
-# Result: whether all ranks are finishing and no rank has a microbatch left.
+# Runs one round: microbatches that all ranks of a sharded model run together. Argument: whether this rank adds no further
+# microbatch to its step. Result: whether this holds for all ranks, and all their microbatches have run.
 Round: TypeAlias = Callable[[bool], Awaitable[bool]]
 
 
 class Gather(Protocol):
-    """A collective that returns the parts of all ranks in rank order. `metrics.encode_part` must be able to encode a part."""
+    """A collective of the ranks that build steps. Returns their parts in rank order. `metrics.encode_part` encodes each part."""
 
     async def __call__(self, part: T) -> list[T]:
-        """All ranks must make these calls in the same order."""
+        """All these ranks must make the calls in the same order."""
         ...
 
 
@@ -48,7 +48,7 @@ async def gather_alone(part: T) -> list[T]:
 
 @dataclass(slots=True)
 class Ports:
-    """The ports and shared objects of one rank. Each pump takes the whole object."""
+    """The ports and shared objects of one rank, for its pumps."""
 
     config: Config
     recorder: Recorder
@@ -63,23 +63,24 @@ class Ports:
     advantage: Estimator
     book: GroupBook
     ids: GroupIds
-    # `turn_of` counts versions from this version. Below 0 after a resume from a checkpoint that was written within a batch: that
-    # batch made fewer versions than a whole batch.
+    # The version at turn 0. Below 0 after a resume from a checkpoint that was written in the middle of a batch: that batch made
+    # fewer versions than a whole batch.
     base: int = 0
-    # This rank, the number of ranks that build steps, and the number of this rank among them; 0 on other ranks. Siblings
-    # (`distributed.context`) count once: their leader builds steps for them.
+    # Index of this rank among all ranks of the run, from 0.
     rank: int = 0
+    # How many ranks build steps. Of the ranks that share sequences (`distributed.context`) only the leader builds steps.
     ranks: int = 1
+    # Index of this rank among the ranks that build steps, from 0; 0 on a rank that builds none.
     train_rank: int = 0
-    # Number of ranks that generate.
+    # How many ranks generate.
     generating: int = 1
-    # The role of this rank. `builds_steps`: the rank builds steps and trains them. `follows`: the rank trains the steps that the
-    # leader of its siblings builds.
+    # The role of this rank. `builds_steps`: the rank builds steps and trains them. `follows`: the rank is a sibling, which trains
+    # the steps that its leader builds.
     builds_steps: bool = True
     generates: bool = True
     follows: bool = False
     gather: Gather = gather_alone
-    # Set for a trainer whose microbatches are collectives.
+    # None: this rank runs its microbatches without rounds.
     round: Round | None = None
     # Whether the run has reward functions or models.
     scores: bool = True
@@ -89,7 +90,7 @@ class Ports:
     score_groups: bool = False
     # Name of a reward component -> weight; a component that is not listed has weight 1.
     weights: Mapping[str, float] = field(default_factory=dict)
-    # Computes the KL to the reference, which is subtracted from the rewards.
+    # Computes the KL to the reference model. The KL is subtracted from the rewards. None: nothing is subtracted.
     reward_penalty: Kl | None = None
     replay: ReplayBuffer | None = None
     hooks: Hooks = field(default_factory=Hooks)
@@ -97,9 +98,9 @@ class Ports:
     depart: Callable[[Group], None] | None = None
     # Limits for trajectories from every source.
     limits: Limits = field(default_factory=Limits)
-    # The kinds of failed episodes that were logged.
+    # (class of the error, file:line) of the failures of episodes that were logged.
     logged: set[tuple[str, str]] = field(default_factory=set)
-    # Shows a line to the user, in the live view.
+    # Prints a line for the user, above the live view.
     note: Callable[[str], None] = lambda text: None
 
     @property
@@ -108,13 +109,13 @@ class Ports:
         return self.ranks == self.config.distributed.context == 1
 
     def turn_of(self, version: int) -> int:
-        """The number of turns of the ledger whose steps made the weights of `version`."""
+        """The number of whole turns (batches) that the weights of `version` were trained on."""
         return (version - self.base) // versions_per_batch(self.config)
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """From the train pump to the publish pump (edge 6). `turn`: turn of the step whose slots are released."""
+    """For the publish pump (edge 6): the step of `turn` made `version`. The publish pump releases the slots of the step."""
 
     turn: int
     version: int
@@ -122,7 +123,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepReport:
-    """One committed step, as `Runtime.steps()` yields it. `advantages`: group id -> [G]. `repr` is one line."""
+    """One committed step, which made `version`. `Runtime.steps()` yields it. `advantages`: group id -> [G]. `repr` is one line."""
 
     version: int
     result: StepResult

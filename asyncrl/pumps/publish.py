@@ -1,18 +1,17 @@
-"""The publish pump gives each new version to every engine, and then the slots of the step back to the ledger.
+"""The publish pump gives each new version to every engine, and then releases the slots of the step.
 
     consumes     publications of the train pump (edge 6)
     produces     weights of the version in every engine; evaluation and checkpoint; slots for the next groups (edge 1)
     waits for    the acknowledgement of every sink; evaluation and checkpoint; the next publication
     is woken by  the train pump (a step was committed), the engines
 
-Order for each version: every sink acknowledges it; evaluation and checkpoint run if they are due; the slots are released together.
-Evaluation and checkpoint see exactly this version, because the train pump does not finish its next step before they are done. An
-evaluation on a worker that is pinned to the version (evaluate.py) does not hold the train pump up.
+Order for each version: every sink acknowledges it; evaluation and checkpoint run if they are due; the slots of the step are
+released together. Evaluation and checkpoint see exactly this version, because the train pump applies its next optimizer step only
+after them. An evaluation on a worker that is pinned to the version (evaluate.py) does not delay the train pump.
 
-With `rollout.weight_sync_interval: k` the sinks get a version k steps after their last version, and sooner if an evaluation needs
-the newest weights, in the first `sync_warmup_steps`, and after the last step. The slots of a step are released only when the sinks
-have its version, so the ledger counts the age of the engines' weights. The ledger has slots for k - 1 more steps
-(`config.resolve.turns_bound`), so no group waits for these slots.
+With `rollout.weight_sync_interval: k` the sinks get the newest version every k steps. They also get the newest version after each
+of the first `rollout.sync_warmup_steps` steps, after the last step, and if an evaluation needs it. The slots of a step stay
+occupied until the sinks have its version. Therefore the ledger has slots for k - 1 more steps (`config.resolve.turns_bound`).
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class PublishPump:
         self._ports = ports
         self._at_version = at_version
         self._at_start = at_start
-        # Turns below this number are published. 1 too low until `at_start()` has ended, so `wait_published` waits for that call.
+        # Turns below this number are published. Until `at_start()` has ended it is 1 too low, so `wait_published` waits for that.
         self._done_turn = ports.ledger.turn - 1
-        # Turns below this number are trained into the weights that the engines have.
+        # The engines have the weights of all turns below this number.
         self._synced_turn = ports.ledger.turn
-        # The newest publication, as long as the engines do not have its weights.
+        # The newest publication. None: the engines have the weights of the newest publication.
         self._unsynced: Publication | None = None
         self._advanced = anyio.Event()
 
@@ -53,7 +52,7 @@ class PublishPump:
             await self._advanced.wait()
 
     async def run(self, publications: QueueReceiver[Publication]) -> None:
-        """Ends after the last publication."""
+        """Publish until the train pump closes the edge."""
         async with publications:
             await self._at_start()
             self._advance(self._done_turn + 1)

@@ -3,11 +3,11 @@
     consumes     prompts of the cursor, one for each slot (edge 1)
     produces     played trajectories, one by one or a whole group (edge 3)
     waits for    a slot; episodes, which wait for the engine (edge 2); a free scorer
-    is woken by  the publish pump (which releases slots), the engine, the score pump
+    is woken by  the ledger (a slot came free), the engine, the score pump
 
 Each group plays its members in its own task group. A member that fails in all its attempts ends the whole group: the group's
-slot goes to another prompt, and its trajectories are dropped. More than `rollout.max_failed_groups` such groups end the run. With
-`rollout.keep_viable` the other members of the group are trained, if there are at least two.
+slot goes to another prompt, and its trajectories are dropped. With `rollout.keep_viable` the other members of the group are
+trained instead, if there are at least two. More than `rollout.max_failed_groups` failed groups end the run.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from asyncrl.types import Generation, GenerationRequest, Group, Prompt, Ticket, 
 from .pace import Pace
 from .pipeline import Ports, put_item
 
-# A group that has lost members is trained with at least this many: a single reward could be compared with no other reward.
+# With `rollout.keep_viable`: members that a group needs to be trained. A single reward cannot be compared with another reward.
 _FEWEST_MEMBERS = 2
 _NAMED_CAUSES = 3  # in the error about too many failed groups
 MAX_LOGGED_KINDS = 50  # further kinds of failures are only counted
-# Lines of a logged traceback, from its outer and from its inner end.
+# Of a long traceback this many entries are logged from its start, and as many from its end.
 _LOGGED_ENTRIES = 5
-# Errors of asyncrl that fail only the episode.
+# Errors of asyncrl that fail only the episode. Their subclass `EngineClosed` and all other errors of asyncrl end the run.
 _EPISODE_ERRORS = (GenerationError, DataError)
 _NUMBERS = re.compile(r"[\w-]*\d[\w.-]*")
 logger = logging.getLogger("asyncrl.pumps")
 
 
 class Prompts(Protocol):
-    """Where the rollout pump takes its prompts: the cursor of this rank, or the cursor of rank 0 (`follow.Remote`)."""
+    """The prompts of a rollout pump: from this rank's cursor (`OwnPrompts`) or rank 0's (`dispatch.Dispatch`, `follow.Remote`)."""
 
     @property
     def others_mean_s(self) -> float:
@@ -62,11 +62,11 @@ class Prompts(Protocol):
 
     @property
     def generating(self) -> int:
-        """The number of ranks that generate, at the last `next`."""
+        """The number of ranks that generate, as known at the last call of `next`."""
         ...
 
     async def next(self, played_s: Sequence[float]) -> Prompt | None:
-        """The next prompt; None if no prompt is left. `played_s`: seconds of the groups that ended since the last call."""
+        """The next prompt; None if no prompt is left. `played_s`: seconds of each group that was played since the last call."""
         ...
 
     async def admitted(self) -> None:
@@ -97,14 +97,14 @@ class RolloutPump:
         self._groups = GroupPlayer(ports)
         self._prompts = prompts
         self._scoring = scoring
-        # Each rank plays its share of the slots. Otherwise the first rank to start would take all slots.
+        # Each rank plays at most its share of the slots. Otherwise the first rank to start would take all slots.
         self._pace = Pace(self._share(ports.generating), lambda: ports.ledger.statistics().admitted)
-        # The id of the prompt that was taken from the cursor and waits for its slot. A checkpoint keeps this id. A cancellation
-        # must not clear the id, because the cursor has passed this prompt and nobody has played it.
+        # The group id of the prompt that was taken from the cursor and waits for its slot. A checkpoint saves this id. A
+        # cancellation must not clear the id: nobody has played this prompt, and the cursor does not return it again.
         self.waiting_prompt: int | None = None
 
     async def run(self) -> None:
-        """Play groups until the prompts end or `max_steps` needs no more. Returns when all trajectories are sent to the scorers."""
+        """Play groups until the prompts end, or `max_steps` needs no more groups. Returns after the last trajectory is sent."""
         admitted: list[tuple[Ticket, Prompt]] = []
         async with self._scoring, anyio.create_task_group() as groups:
             while (group := await self._admit()) is not None:
@@ -118,16 +118,16 @@ class RolloutPump:
         return -(-slots(self._ports.config) // ranks)
 
     def _start(self, groups: TaskGroup, admitted: list[tuple[Ticket, Prompt]]) -> None:
-        """Start all these groups, without an `await`. So a repeated run with `sync` has the same batches of requests."""
+        """Start all these groups without an `await`, so that with `preset: sync` a repeated run has equal batches of requests."""
         for ticket, prompt in admitted:
             spawn(groups, f"rollout group {ticket.group_id}", self._play, ticket, prompt)
         admitted.clear()
 
     async def _admit(self) -> tuple[Ticket, Prompt] | None:
-        """Wait for a slot for the next group. None: no more groups are needed, or there are no more prompts.
+        """Take the next prompt and wait for its slot. None: no more groups are needed, or there are no more prompts.
 
-        The open step may wait for the group, so the caller must play it at once. The caller may first admit the groups of
-        `Ledger.due`: their slots are free, so their admission does not yield to other tasks.
+        The caller must play the admitted group at once, because the open step may wait for it. While `Ledger.due` counts further
+        groups, the caller may admit these first: their slots are free, so no admission waits for a step.
         """
         with self._ports.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
             await self._pace.begin()
@@ -146,7 +146,8 @@ class RolloutPump:
         return ticket, prompt
 
     async def _needs_group(self) -> bool:
-        """Whether `max_steps` needs another group. If the live groups would be enough, waits until one fails or all are trained."""
+        """Whether `max_steps` needs another group. If the admitted groups are enough, waits until one of them fails or is dropped
+        (True), or until none is live (False)."""
         max_steps = self._ports.config.train.max_steps
         if max_steps is None:
             return True
@@ -164,17 +165,13 @@ class RolloutPump:
 
     async def _play(self, ticket: Ticket, prompt: Prompt) -> None:
         began, seconds = anyio.current_time(), 0.0
-
-        async def send(part: Group) -> None:
-            await put_item(self._scoring, part)
-
+        send_member = None if self._ports.score_groups else lambda part: put_item(self._scoring, part)
         try:
-            each = None if self._ports.score_groups else send
-            whole = await self._groups.play(ticket, prompt, self._ports.config.rollout.group_size, each)
-            if whole is not None:
+            group = await self._groups.play(ticket, prompt, self._ports.config.rollout.group_size, send_member)
+            if group is not None:
                 seconds = anyio.current_time() - began
-                if whole.trajectories:
-                    await send(whole)
+                if group.trajectories:
+                    await put_item(self._scoring, group)
         finally:
             self._pace.end(seconds)
 
@@ -189,9 +186,9 @@ class GroupPlayer:
     async def play(
         self, ticket: Ticket, prompt: Prompt, size: int, send: Callable[[Group], Awaitable[None]] | None = None
     ) -> Group | None:
-        """Play and check `size` members. `send` gets each member, in a `Group` of one, as soon as the member has ended; without
-        `send` the result has all members. None: the group has failed. Errors: GenerationError if more groups failed than the run
-        allows."""
+        """Play and check `size` members. With `send` each member is sent, in a `Group` of one, as soon as it has ended, and the
+        result has no trajectories. Without `send` the result has the members that did not fail. None: the group has failed. Errors:
+        GenerationError if more groups failed than the run allows."""
         ports = self._ports
         played: dict[int, Trajectory] = {}
         lost: list[EpisodeFailed] = []
@@ -232,7 +229,7 @@ class GroupPlayer:
     async def _play_member(self, ticket: Ticket, prompt: Prompt, member: int, group_size: int) -> Trajectory:
         ports, group_id = self._ports, prompt.group_id
         with ports.recorder.span("rollout", track="rollout", group=group_id, member=member):
-            # The deadline is the `priority`: the second round of an old group is served before the first round of a new group.
+            # The deadline is the `priority`, and the engine serves the smallest first: an old group comes before a new group.
             trajectory = await self._episodes.play(prompt, member, group_size, ports.engine.generate, ticket.deadline)
         try:
             if (trajectory.group_id, trajectory.member, trajectory.group_size) != (group_id, member, group_size):
@@ -246,7 +243,7 @@ class GroupPlayer:
                 f"the environment returned a trajectory of group {group_id} that cannot be trained: {error}"
             )
         except Exception as error:
-            # The environment has a bug, which a retry would not remove.
+            # The environment did not return the trajectory that it was asked for. A retry would not mend this bug.
             raise EpisodeFailed from error
         return trajectory
 
@@ -269,8 +266,8 @@ class GroupPlayer:
             book.raised_too_many_failed = True
             causes = [f"{count} of {reason.removeprefix('failed: ')}" for reason, count in book.reasons.items()]
             raise GenerationError(
-                f"group {ticket.group_id} failed in the environment ({raised(error)}), as {book.failed} groups "
-                f"did; {setting} allows {limit} such groups in a run. The last causes: {'; '.join(causes[-_NAMED_CAUSES:])}. To "
+                f"group {ticket.group_id} failed in the environment ({raised(error)}). {book.failed} groups have failed; "
+                f"{setting} allows {limit} such groups in a run. The last causes: {'; '.join(causes[-_NAMED_CAUSES:])}. To "
                 f"go on in spite of such failures, set rollout.max_failed_groups to more, or rollout.keep_viable to true"
             ) from error
 
@@ -280,8 +277,8 @@ class EpisodeFailed(Exception):
 
 
 def request_seed(seed: int, number: int) -> int:
-    """The seed of request `number` of an episode, in [0, 2**64): `seed` itself for request 0, otherwise a hash of both numbers.
-    So an environment that passes the seed of its episode with every request gets other random numbers in each round."""
+    """The seed of request `number` of an episode, from 0: `seed` itself for request 0, otherwise a hash of both, in [0, 2**64).
+    So an environment may pass the seed of its episode with every request: each request still has its own random numbers."""
     if not number:
         return seed
     packed = struct.pack("<QQ", seed % (1 << 64), number)
@@ -291,10 +288,10 @@ def request_seed(seed: int, number: int) -> int:
 class Episodes:
     """Plays episodes of the environment, with a time limit and retries. The watchdog sees the episodes that run.
 
-    An exception of the environment, also SystemExit, fails only its episode. Errors of asyncrl end the run, except those in
-    `_EPISODE_ERRORS`. A failed episode is played again up to `rollout.retries` times, by a new call of `Environment.run`. All
-    attempts have the same random numbers. So a repeated run with `sync` gives the same result, and a retry does not select
-    completions that do not fail. `rollout.timeout_s` includes the retries of an episode and its waits for the engine.
+    An exception of the environment, also SystemExit, fails only its episode. EngineClosed and all errors of asyncrl outside
+    `_EPISODE_ERRORS` end the run. A failed episode is played again up to `rollout.retries` times, by a new call of
+    `Environment.run`. All attempts have the same random numbers. So a repeated run with `preset: sync` gives the same result, and
+    retries do not favour completions that succeed. `rollout.timeout_s` includes the retries and the waits for the engine.
     """
 
     def __init__(self, ports: Ports) -> None:
@@ -302,7 +299,6 @@ class Episodes:
         self._recorder = ports.recorder
         self._limit_s = ports.config.rollout.timeout_s
         self._retries = ports.config.rollout.retries
-        # The kinds of failures that were logged.
         self._logged = ports.logged
 
     async def play(self, prompt: Prompt, member: int, group_size: int, generate: Generate, priority: int) -> Trajectory:
@@ -312,7 +308,7 @@ class Episodes:
 
         async def generate_counted(request: GenerationRequest) -> Generation:
             nonlocal sent, unanswered, tokens
-            # A request of a session has a seed of its own, which does not depend on the order of parallel requests.
+            # A session has given each request its own seed, which does not depend on the order of parallel requests.
             seed = request.seed if request.session else request_seed(request.seed, next(request_numbers))
             request = replace(request, priority=priority, seed=seed, group=prompt.group_id)
             sent, unanswered = sent + 1, unanswered + 1
@@ -352,7 +348,7 @@ class Episodes:
         )
 
     async def _failure(self, error: BaseException) -> BaseException:
-        """The error with which the episode failed. Raises an error that ends the run, or that cancels this episode."""
+        """Returns the error with which the episode failed. Raises the error instead if it ends the run or cancels this episode."""
         for leaf in leaves(error):
             fails_episode = isinstance(leaf, _EPISODE_ERRORS) and not isinstance(leaf, EngineClosed)
             if fails_episode or not isinstance(leaf, AsyncrlError):
@@ -360,7 +356,7 @@ class Episodes:
             # If this task was cancelled together with the engine, raise the cancellation instead.
             await anyio.lowlevel.checkpoint_if_cancelled()
             if isinstance(leaf, ConfigError | PlatformError):
-                # The user sees no traceback.
+                # The user sees no traceback of these errors, so the message says where the error was raised.
                 raise type(leaf)(f"{leaf}{place_of(leaf)}") from leaf
             raise leaf
         if is_interrupt(error) or isinstance(error, asyncio.CancelledError):

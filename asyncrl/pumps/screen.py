@@ -1,20 +1,19 @@
 """Length shaping, filters of scored groups, and re-roll of prompts whose completions all failed.
 
 Length shaping comes first. Then the filters drop groups. A dropped group gives its slot back at once, so the next prompt is
-admitted for the same step (DAPO's dynamic sampling). The new group is reserved like any fresh group. A step drops at most
-`rollout.filter.max_refills x rollout.groups_per_step` groups on each rank and keeps all later groups, so that the steps of a
+admitted for the same step (DAPO's dynamic sampling). On each rank the filters drop at most
+`rollout.filter.max_refills x rollout.groups_per_step` groups for a step and keep the step's further groups, so that steps of a
 solved or hopeless task still end. (verl's `max_num_gen_batches` ends the run in this case.)
 
-From the fraction `reroll.start_fraction` of the run on, re-roll plays prompts again whose completions all failed:
+After the fraction `reroll.start_fraction` of the run, re-roll plays prompts again whose completions all failed:
 
-    a group ends (trained, or dropped by the filters) --all its rewards at most `reward_at_most`--> waits in the cursor
-    a step is committed, from `start_fraction` on --at most `reroll.groups_per_step` of the waiting prompts, oldest first-->
+    a group ends (trained or dropped by the filters) --rewards, none above `reroll.reward_at_most`--> its prompt waits in the cursor
+    a step is committed, after `start_fraction` --at most `reroll.groups_per_step` of the waiting prompts, oldest first-->
         next prompts of the cursor, before fresh ones
 
 Failures are collected from the first step on: a later policy may learn from prompts that were too hard at the start. A prompt is
-played again at most `attempts` times, each time with a new group id and new random numbers. Waiting prompts are part of the prompt
-cursor's state, so a resumed run has them. If `max_epochs` ends the run, prompts that fail after the cursor's end are not played
-again.
+played again at most `reroll.attempts` times, each time with a new group id and new random numbers. A checkpoint saves the waiting
+prompts. If `max_epochs` ends the run, prompts that fail after the cursor's end are not played again.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ NO_SIGNAL, TOO_HARD, TOO_EASY = "no signal", "too hard", "too easy"
 
 
 def shape_reward(trajectory: Trajectory, overlong: OverlongConfig) -> Trajectory:
-    """The trajectory with the soft overlong punishment as a component, if `reward.overlong.cache` is set. A trajectory without a
-    reward gets None as the component, which no statistic counts."""
+    """If `reward.overlong.cache` is set: add DAPO's soft overlong punishment, -1 to 0, to the components, and times
+    `overlong.weight` to the reward. A trajectory without a reward gets None as the component."""
     if overlong.cache is None:
         return trajectory
     assert overlong.max_length is not None  # `resolve` has set it
@@ -53,8 +52,8 @@ def shape_reward(trajectory: Trajectory, overlong: OverlongConfig) -> Trajectory
 
 
 def unshape_group(group: Group, overlong: OverlongConfig) -> Group:
-    """The group without the punishment of `shape_reward`. Rewards are rounded to nine digits behind the point, because adding and
-    subtracting the punishment would make equal rewards differ."""
+    """The group without the punishment of `shape_reward`. Rewards are rounded to nine decimals: otherwise the addition and
+    subtraction of the punishment would make equal rewards differ in the last bits."""
     if overlong.cache is None:
         return group
     trajectories = []
@@ -67,8 +66,8 @@ def unshape_group(group: Group, overlong: OverlongConfig) -> Group:
 
 
 def refusal(group: Group, filters: FilterConfig, overlong: OverlongConfig, reader: RewardReader) -> str | None:
-    """The reason why the filters refuse the group; None if they keep the group. The filters use rewards without the punishment for
-    length, unless `filter.by` is the punishment's component."""
+    """The reason why the filters refuse the group; None if they keep the group. The filters use rewards without the overlong
+    punishment, unless `filter.by` is the component of the punishment."""
     if filters.by != OVERLONG:
         group = unshape_group(group, overlong)
     by_reward = filters.by == "reward"
@@ -89,16 +88,16 @@ def refusal(group: Group, filters: FilterConfig, overlong: OverlongConfig, reade
 
 
 class Screen:
-    """Applies the filters to scored groups of every source. Used from the loop thread."""
+    """Applies the filters to scored groups of every source, on the thread of the event loop."""
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
         self._reader = RewardReader.of(ports)
         self._turn = ports.ledger.turn
-        self._dropped = 0  # groups of this turn
+        self._dropped = 0  # groups that the filters dropped in this turn
 
     def reason_to_drop(self, group: Group) -> str | None:
-        """The reason why the group must be dropped; None to keep the group. A step that dropped its maximum keeps every group."""
+        """The reason to drop the group; None to keep it. Counts the dropped groups of the turn: after the maximum it keeps all."""
         ports, config = self._ports, self._ports.config
         reason = refusal(group, config.rollout.filter, config.reward.overlong, self._reader)
         if reason is None:
@@ -129,7 +128,7 @@ class Reroll:
             self._start = max(1, int(config.start_fraction * steps))
 
     def on_group_end(self, group: Group) -> None:
-        """A scored group was trained or dropped: its prompt may be played again."""
+        """A scored group was trained or dropped: queue its prompt if all its completions failed."""
         if self._prompts is None:
             return
         played = unshape_group(group, self._ports.config.reward.overlong)
@@ -140,15 +139,15 @@ class Reroll:
             self._ports.recorder.count("reroll/evicted")
 
     def on_step_commit(self, groups: Iterable[Group]) -> None:
-        """A step of these groups was committed: some failed prompts that wait become the next prompts. Never waits."""
+        """A step of these groups was committed: some waiting prompts become the next prompts of the cursor. Does not block."""
         for group in groups:
             self.on_group_end(group)
         if self._prompts is not None and self._ports.ledger.turn >= self._start:
             self._prompts.reroll(self._config.groups_per_step)
 
     def sums(self, groups: Iterable[Group]) -> dict[str, float]:
-        """`reroll/groups`: groups of the step whose prompt was played before; `reroll/waiting`: failed prompts that wait to
-        be played again. Both are numbers of this rank; the caller adds up the numbers of all ranks."""
+        """This rank's parts of two metrics, which the caller sums over ranks. `reroll/groups`: groups of the step that played a
+        prompt again. `reroll/waiting`: failed prompts that wait to be played again."""
         if self._prompts is None:
             return {}
         again = sum(attempt_of(group.group_id) > 0 for group in groups)

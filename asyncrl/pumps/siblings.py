@@ -1,14 +1,14 @@
-"""Ranks that train each sequence together (`distributed.context`): the calls of a leader's trainer, and the pump of its siblings.
+"""Context parallelism (`distributed.context`): the ranks of a set train each sequence together. One rank of the set is the leader.
+Here the other ranks of the set are its siblings. They repeat all calls of the leader's trainer on their own trainers.
 
     train pump ─▶ LeadingTrainer ─┬─▶ LaneTrainer of the leader           begin · microbatch x K · finish: in the same order
                                   └─▶ line ─▶ SiblingPump ─▶ LaneTrainer of the sibling
 
-The leader alone claims groups, builds microbatches and reports steps. A call is sent to the siblings, with the arrays of its
-microbatches, before the leader's own trainer gets the call. So all ranks of a set join their collectives in one order. No call has
-an answer: a rank raises its own trainer's errors and leaves the run, and the other ranks' collectives fail (`LostRank`).
+Only the leader claims groups, builds microbatches and reports steps. It sends a call to the siblings, with the arrays of its
+microbatches, before its own trainer gets the call. So all ranks of a set join the same collectives in the same order. No call has
+an answer: if the trainer of a rank raises, the rank leaves the run, and the collectives of the other ranks raise RankLost.
 
-The publish of a step has collectives of its own (the time limit, parts of a checkpoint). So no rank runs a call before its publish
-of the last step has ended.
+A publish has collectives, too (time limit, parts of a checkpoint). So each call, except `abort`, waits for the rank's last publish.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .pipeline import Ports, Publication, put_item
 
 T = TypeVar("T")
 CALL = "trainer/call"
-# ([name, argument, headers of the microbatches], their arrays).
+# ([name, argument, headers of the microbatches], bytes of the arrays of the microbatches).
 _Call: TypeAlias = tuple[Any, Sequence[Any]]
 
 
 def encode(batches: Sequence[Microbatch]) -> tuple[list[dict[str, Any]], list[memoryview]]:
-    """For each microbatch a header: its numbers, and dtype and shape of its arrays. Then the bytes of all arrays."""
+    """(for each microbatch a header with its numbers, and with dtype and shape of its arrays; the bytes of all arrays)"""
     headers, buffers = list[dict[str, Any]](), list[memoryview]()
     for batch in batches:
         header = {each.name: getattr(batch, each.name) for each in fields(Microbatch)}
@@ -59,7 +59,7 @@ def decode(headers: Sequence[Mapping[str, Any]], buffers: Sequence[Any]) -> list
     def value(entry: Any) -> Any:
         if not isinstance(entry, list):
             return entry
-        # A copy: torch warns of arrays that are not writable.
+        # A copy, because torch warns about arrays that are not writable.
         return np.frombuffer(bytearray(next(rest)), np.dtype(entry[0])).reshape(entry[1])
 
     return [Microbatch(**{name: value(entry) for name, entry in header.items()}) for header in headers]
@@ -72,9 +72,10 @@ class LeadingTrainer:
         """`ports`: with the leader's own trainer. `siblings`: their names on the line."""
         self._trainer, self._round, self._recorder = ports.trainer, ports.round, ports.recorder
         self._line, self._siblings = line, siblings
-        # Returns when the publish of the last optimizer step has ended. `Graph` sets it.
+        # Waits until the publish of the last step has ended. `Graph` sets this function.
         self.wait_published: Callable[[], Awaitable[None]]
-        self._surveyed: Loss | None = None  # the result of the last `survey`
+        # The loss from the last `survey`. If a step begins with it, each sibling begins with the loss from its own `survey`.
+        self._surveyed: Loss | None = None
 
     @property
     def version(self) -> int:
@@ -90,7 +91,7 @@ class LeadingTrainer:
         return await self._call("finish", self._trainer.finish_train_step)
 
     async def abort_train_step(self) -> None:
-        # A sibling that failed with the same error is gone.
+        # A sibling whose trainer raised the same error has left the run.
         with suppress(RankLost):
             await self._send("abort")
         await self._trainer.abort_train_step()
@@ -109,26 +110,27 @@ class LeadingTrainer:
 
     async def round(self, finishing: bool) -> bool:
         """`Ports.round` of the leader."""
-        own = self._round
-        assert own is not None
-        return await self._call("round", lambda: own(finishing), finishing)
+        run_round = self._round
+        assert run_round is not None
+        return await self._call("round", lambda: run_round(finishing), finishing)
 
     async def end(self) -> None:
         """Notify the siblings that no call follows, so that they end their pumps."""
         await self._send("end")
 
     async def _call(
-        self, name: str, own: Callable[[], Awaitable[T]], argument: Any = None, batches: Sequence[Microbatch] = ()
+        self, name: str, call_own: Callable[[], Awaitable[T]], argument: Any = None, batches: Sequence[Microbatch] = ()
     ) -> T:
-        # The train pump alone makes calls, so a call is sent and made before the next one, and all ranks have one order.
+        """Send the call `name` to the siblings, then make the same call on this rank's trainer by `call_own`."""
+        # Only the train pump makes calls, one after the other. So all ranks get the calls in the same order.
         await self.wait_published()
-        # The siblings run what they got, and wait for this rank in collectives.
+        # Shielded: a sibling runs each call that it got, and waits for this rank in the collectives of the call.
         with (
             self._recorder.watch("trainer", f"the call {name}", on=", ".join(self._siblings)),
             anyio.CancelScope(shield=True),
         ):
             await self._send(name, argument, batches)
-            result = await own()
+            result = await call_own()
         return result
 
     async def _send(self, name: str, argument: Any = None, batches: Sequence[Microbatch] = ()) -> None:
@@ -138,12 +140,12 @@ class LeadingTrainer:
 
 
 class CallQueue:
-    """The calls of a leader, in order, at a sibling."""
+    """On a sibling: the calls of its leader that were not run yet, in order."""
 
     def __init__(self, line: LineClient, leader: str) -> None:
         """`line`: to the leader. `leader`: the leader's name."""
         self.leader = leader
-        # The groups of a step bound the queue: the leader waits for this rank at the end of each step.
+        # Holds at most the calls of one step, because the leader waits for this rank at the end of each step.
         self._calls = asyncio.Queue[_Call]()
         line.on(CALL, self._on_call)
 
@@ -156,7 +158,7 @@ class CallQueue:
 
 
 class SiblingPump:
-    """In place of the train pump on a rank that is not the leader of its set.
+    """Stands in for the train pump on a sibling.
 
     consumes     the calls of the leader's trainer
     produces     the same calls on this rank's trainer; publications (edge 6)
@@ -169,14 +171,14 @@ class SiblingPump:
     ) -> None:
         """`wait_published`: as for the train pump."""
         self._ports, self._calls, self._claims, self._wait_published = ports, calls, claims, wait_published
-        self._updates = 0  # optimizer steps of the open batch
+        self._updates = 0  # applied optimizer steps of the open batch
         self._surveyed = ports.loss
 
     async def run(self, publications: QueueSender[Publication]) -> None:
-        """Make the leader's calls until no call follows. Errors: those of the calls; RankLost if a training rank is lost."""
+        """Run the calls of the leader until its `end`. Errors: those of the calls; RankLost if a training rank is lost."""
         recorder = self._ports.recorder
         async with publications, anyio.create_task_group() as tasks:
-            # The watch raises if a rank is lost while this rank waits for a call.
+            # Without this watch nothing would raise if a rank is lost while this rank waits for a call.
             spawn(tasks, "watch of the claims", self._claims.watch, self._ports.ledger.changes)
             while True:
                 with recorder.watch("sibling pump", "the next call of the trainer", on=self._calls.leader):
@@ -210,7 +212,7 @@ class SiblingPump:
                 await self._finish(publications)
 
     async def _finish(self, publications: QueueSender[Publication]) -> None:
-        """Make an optimizer step, and after the last one of a batch the commit. Every rank that trains commits each step."""
+        """Make an optimizer step. After the last optimizer step of a batch, commit the step: every training rank commits it."""
         ports = self._ports
         turn = ports.ledger.turn
         # The weights change, so the step must be committed even if this task is cancelled.
@@ -220,6 +222,6 @@ class SiblingPump:
             if self._updates:
                 return
             await ports.ledger.commit()
-        # This rank may play groups, too.
+        # This rank may generate, too, so its groups may be past their deadline.
         await drop_late(ports)
         await put_item(publications, Publication(turn=turn, version=ports.trainer.version))

@@ -1,15 +1,15 @@
 """The state of an unfinished step, and the groups that fail in the step.
 
-    building or a forward raises ──▶ GroupsFailed ──▶ the step is aborted
+    building or the trainer raises ──▶ GroupsFailed ──▶ the step is aborted
         one rank, first time in the run ──▶ the groups are dropped, the user gets a note, and the next step begins
         otherwise                       ──▶ the run ends with an error that names the groups
 
 In both cases the records of the failed groups are removed from the ring of their producer, so the next run does not get them.
-The other groups of the step become claimable again, or wait for the next run. A step is committed once its optimizer step was
-applied, even if something fails later.
+The other groups of the step can be claimed again, or wait for the next run. After its optimizer step was applied, a step is
+committed and not aborted, even if something fails later.
 
-With several ranks no rank drops a group alone, because the other ranks may be in a collective that includes this group.
-A gradient that is not finite does not name a group. So all records of the step leave the ring, and the run ends.
+With several ranks the run always ends, because the other ranks may be in a collective that includes the failed group.
+If a DivergenceError names no group (as for a gradient with NaN or inf), all records of the step leave the ring, and the run ends.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from asyncrl.types import Group, Microbatch, StepResult
 
 from .pipeline import Ports
 
-MAX_ERROR_CHARACTERS = 300  # of the error in a message about failed groups
+MAX_ERROR_CHARACTERS = 300  # length of the quoted error in a message
 
 
 @dataclass(slots=True)
 class Step:
-    """The claimed groups of a step and its progress. `version`: of the weights before the step. `started`: time of the event
-    loop's clock, in seconds."""
+    """The claimed groups of a step, and its progress. `version`: version of the weights before the step. `started`: the time of
+    its start, in seconds of the event loop's clock."""
 
     version: int
     started: float
     rows: list[Rows] = field(default_factory=list)
     # Replayed groups. The key is the id of the claimed group that the replayed group replaces in this step.
     replayed: dict[int, Group] = field(default_factory=dict)
-    # The microbatches of each minibatch. Not used if the step is one optimizer step, which trains microbatches as they come.
+    # The microbatches of each minibatch. Only used if the step takes several optimizer steps.
     parts: list[list[Microbatch]] = field(default_factory=lambda: [[]])
     results: list[StepResult] = field(default_factory=list)  # of the applied optimizer steps
-    # The result of `Trainer.survey`, for a loss that needs sums over the whole step.
+    # The loss that `Trainer.survey` has returned; None: no survey was made.
     loss: Loss | None = None
-    # Sum of the KL of each microbatch, if the KL is subtracted from the rewards.
+    # For each microbatch the sum of the KL over its tokens, if the KL is subtracted from the rewards.
     kl: list[float] = field(default_factory=list)
-    rounds: int = 0  # joined by this rank while the step was filling
+    rounds: int = 0  # rounds that this rank joined before `_finish`
     begun: bool = False  # the trainer has an open step
-    # An optimizer step has changed the weights. From now on the step must be committed.
+    # An optimizer step has changed the weights. The step must then be committed.
     applied: bool = False
     committed: bool = False
     # Another rank was lost during the optimizer step, and may have applied that step. The groups of this step are then not made
@@ -62,12 +62,12 @@ class Step:
         return [rows.group_id for rows in self.rows]
 
     def untrained(self) -> list[Rows]:
-        """The claimed groups that the trainer does not have yet. They are the groups without advantages."""
+        """The claimed groups without advantages: no microbatches were built of them yet."""
         return [rows for rows in self.rows if ADVANTAGES not in rows.columns]
 
 
 class GroupsFailed(Exception):
-    """An error that these groups caused in a step, caught at the end of the step. `cause`: the original error."""
+    """These groups, or one of them, made a step fail. `TrainPump` catches this error. `cause`: the original error."""
 
     def __init__(self, group_ids: Iterable[int], cause: Exception) -> None:
         super().__init__(str(cause))
@@ -77,8 +77,8 @@ class GroupsFailed(Exception):
 
 @contextmanager
 def blame_groups(group_ids: Iterable[int]) -> Iterator[None]:
-    """Turns an error that the data or the size of these groups caused into GroupsFailed. Errors of asyncrl about something else
-    (a closed lane, a hook, a lost rank) are raised unchanged."""
+    """Turns an error that these groups may have caused into GroupsFailed. Errors of asyncrl that groups cannot cause (a closed
+    lane, a hook, a lost rank) are raised unchanged."""
     try:
         yield
     except GroupsFailed:
@@ -90,7 +90,7 @@ def blame_groups(group_ids: Iterable[int]) -> Iterator[None]:
 
 
 class FailedGroups:
-    """Drops the groups that made a step fail. The second such step of a run ends the run."""
+    """Drops the groups that made a step fail. The second such step of a run ends the run; with several ranks, the first."""
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
@@ -98,9 +98,8 @@ class FailedGroups:
         self._first_failure: str | None = None
 
     async def end(self, step: Step, error: GroupsFailed | DivergenceError) -> None:
-        """Call this method after the step was aborted. Returns if the run can continue. Errors: a TrainStepError
-        (DivergenceError if that was the cause) that names the failed groups of this step. The original error, if no group is known
-        to be the cause."""
+        """Call this method after the step was aborted. Returns if the run can continue. Errors: TrainStepError, or DivergenceError
+        if that is the cause, with the names of the failed groups; the original error if no group is known as the cause."""
         ports = self._ports
         cause = error.cause if isinstance(error, GroupsFailed) else error
         failed = [rows for rows in step.rows if isinstance(error, DivergenceError) or rows.group_id in error.group_ids]
@@ -114,7 +113,7 @@ class FailedGroups:
             ports.recorder.count("train/failed_groups", len(failed))
             ports.note(f"{message}: dropped; a second failed step ends the run")
             return
-        # The run ends, so these groups need no end in the ledger.
+        # The run ends, so the ledger need not know that these groups have ended.
         ports.store.clear([rows.group_id for rows in failed])
         if isinstance(error, DivergenceError) or not failed:
             raise cause

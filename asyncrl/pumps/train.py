@@ -2,7 +2,7 @@
 
     consumes     rows of scored groups (edge 5), in the order that the ledger allows
     produces     one or several optimizer steps for each batch, a report, and a publication (edge 6)
-    waits for    another group that may have a place; the publish of the last step; the lane of the trainer
+    waits for    a group that the ledger lets it claim; the publish of the last step; the lane of the trainer
     is woken by  the score pump (a group became ready), the ledger (a group ended, a slot came free), the publish pump
 
     claims (claims.py)            building (building.py)                   this file
@@ -12,24 +12,24 @@
                                                                            ▼
                               commit: the ledger's next turn, rows cleared, leases ended ─▶ report ─▶ publish pump
 
-The pump never waits to fill a microbatch. If steps are streamed, it trains claimed groups while later groups are generated.
+If steps are streamed, the pump trains each time `rollout.streaming_min_groups` groups are claimed; otherwise once the step is full.
 
-A step whose optimizer step was not applied is aborted after the work that is already on the lane. Its groups are live again and
-their rows are still in the store, except for groups that made the step fail (step.py). Once the optimizer step (the first one of a
-batch) was applied, the groups count as trained, whatever fails or is cancelled afterwards: no group is ever trained in two steps.
+A step that fails before its optimizer step is aborted, after the work that is already on the lane. Its groups are live again and
+their rows are still in the store, except for groups that made the step fail, and after the loss of a rank (step.py, `in_doubt`).
+Once the optimizer step (the first one of a batch) was applied, the groups count as trained, whatever fails or is cancelled later.
 
 Rounds. Under `distributed.sharding: fsdp` a microbatch may be a collective (if memory is short). Then all ranks must train a
-microbatch at the same time, in a round. Round k of a step is due when `k x places_per_round` places of the step are claimed, over
-all ranks. The shared ledger has this number, which only grows within a step. So every rank joins every due round, in order, with
-the groups that it has claimed so far. A rank without such groups runs a microbatch of weight 0.
+microbatch at the same time, in a round. If steps are streamed, round k of a step is due when `k x places_per_round` places of the
+step are claimed, over all ranks: the shared ledger counts them, and the count only grows within a step. So every rank joins every
+due round, in order, with its untrained claimed groups. A rank without them runs a microbatch of weight 0. With 2 places per round:
 
     claimed   0  1  2  3  4  5  6  7  8 = full
-    round           1     2     3     4, then further rounds until every rank is finishing its step
+    round           1     2     3     4, then further rounds until no rank has a microbatch left
 
-While a rank waits in a round, its lane decodes nothing. This is no deadlock: another rank joins as soon as its lane is free and its
-publish of the last step has ended, and both happen without groups of the waiting rank. The publish has collectives of its own, so a
-rank joins no round before the publish has ended. A rank that dies or raises closes its connections. Then the collective fails on
-the other ranks, at the latest after its time-out.
+While a rank waits in a round, its lane decodes nothing. This is no deadlock, because the other ranks need no groups of this rank to
+join: each rank joins when its lane is free and its publish of the last step has ended. Every rank must wait for that publish,
+because a publish has collectives, too. A rank that dies or raises closes its connections. Then the collective fails on the other
+ranks, at the latest after its time-out.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ class TrainPump:
         # Optimizer steps of a batch.
         self._updates = versions_per_batch(ports.config)
         streams = bool(rollout.streaming) and self._updates == 1
-        # Train as soon as this many claimed groups are untrained; None: steps are not streamed.
+        # Train when at least this many claimed groups are untrained. None: steps are not streamed; train when the step is full.
         self._streams_from = rollout.streaming_min_groups if streams else None
-        # The loss needs sums over the whole step, which all ranks exchange before each optimizer step.
+        # Whether the loss needs counts or entropies of the whole step. `Trainer.survey` exchanges them before each optimizer step.
         self._surveys = ports.loss.needs_whole_step and not streams
-        # Places, over all ranks, that are claimed from one round to the next; 0: all rounds run in `_finish`.
+        # A round is due after each claim of this many further places, over all ranks. 0: no round is due before `_finish`.
         has_rounds = streams and ports.round is not None
         self._places_per_round = max(rollout.streaming_min_groups, 1) * ports.ranks if has_rounds else 0
         self._building = StepBuilder(ports, self._wait_last_published, surveys=self._surveys)
         self._failed_groups = FailedGroups(ports)
-        self._too_old = 0.0  # groups dropped as too old, since the start
+        self._too_old = 0.0  # groups dropped as too old, since the start of the run
 
     async def run(self, publications: QueueSender[Publication]) -> None:
-        """Make steps until no further group can be ready. Then close the edge to the publish pump."""
+        """Make steps until `Claims.finished`, or until no further group can come. Then close the edge to the publish pump."""
         async with publications, anyio.create_task_group() as tasks:
             spawn(tasks, "watch of the claims", self._claims.watch, self._ports.ledger.changes)
             while not self._claims.finished and await self._step(publications):
@@ -98,12 +98,12 @@ class TrainPump:
             tasks.cancel_scope.cancel()
 
     async def _wait_last_published(self) -> None:
-        """Wait for the last publish. The evaluation and checkpoint of a publish read the weights, so they must end before the next
-        optimizer step. On every rank the collectives of a publish must run before those of the next step."""
+        """Wait until the last step is published. A publish evaluates and checkpoints, and so reads the weights: it must end before
+        the next optimizer step. Its collectives must run before those of the next step, on every rank."""
         await self._wait_published(self._ports.ledger.turn)
 
     async def _step(self, publications: QueueSender[Publication]) -> bool:
-        """Make one step. Returns False if no further group can be ready."""
+        """Make one step, or drop the groups that made it fail. Returns False if no further group can come."""
         step = Step(version=self._ports.trainer.version, started=anyio.current_time())
         failure: GroupsFailed | DivergenceError | None = None
         try:
@@ -124,7 +124,7 @@ class TrainPump:
         return True
 
     async def _fill(self, step: Step) -> bool:
-        """Claim and train until the step is full, or no further group can be ready. False: there is no step to finish."""
+        """Claim and train until the step is full, or no further group can come. False: there is no step to finish."""
         claims, threshold = self._claims, self._streams_from
         while True:
             # Read before the claim, so that a change during the claim is not missed.
@@ -153,7 +153,7 @@ class TrainPump:
             await self._train(step, batches)
 
     async def _join_rounds(self, step: Step) -> None:
-        """Join every round that is due, also if the step is full already, because every rank must join the same rounds."""
+        """Join every round that is due, even if the step is full already, because every rank must join the same rounds."""
         ports = self._ports
         per_round = self._places_per_round
         while per_round and ports.ledger.statistics().claimed >= (step.rounds + 1) * per_round:
@@ -166,11 +166,11 @@ class TrainPump:
                 await ports.round(False)
 
     async def _train(self, step: Step, batches: list[Microbatch]) -> None:
-        """Begin the trainer's step, if needed, and add these microbatches. A survey is a collective: either every rank calls this
-        once before each optimizer step, or none does."""
+        """Begin the trainer's step, if needed, and add these microbatches. With `_surveys`, every rank must call this method once
+        before each optimizer step, even without microbatches, because a survey is a collective."""
         trainer = self._ports.trainer
         if self._surveys:
-            # The publish has a collective too (for the time limit), which must run first on every rank.
+            # The publish has a collective, too (for the time limit), which must run before the survey on every rank.
             if not self._ports.alone:
                 await self._wait_last_published()
             with blame_groups(step.group_ids):
@@ -210,22 +210,21 @@ class TrainPump:
                 with ports.recorder.work("train pump", "count"):
                     parts = [self._part(step, groups)]
                 try:
-                    # A collective, which every rank runs once after each committed step. The next collective (time limit, next
-                    # step) comes later.
+                    # A collective. Every rank runs it once after each committed step, before the collectives of the publish.
                     parts = await ports.gather(parts[0])
                 finally:
-                    # If another rank has ended, the report has only this rank's groups.
+                    # If the gather has failed because another rank has ended, `parts` has only the part of this rank.
                     self._report(step, groups, parts)
         await put_item(publications, Publication(turn=turn, version=step.results[-1].version))
 
     async def _close(self, step: Step) -> None:
-        """End an unfinished step: commit and report it if it was applied, else abort it."""
+        """End a step that `_finish` has not committed: commit and report it if it was applied, else abort it."""
         if step.committed or not (step.rows or step.begun):
             return
         with anyio.CancelScope(shield=True):  # the lane may be busy for long
             if step.applied:
                 groups = await self._commit(step)
-                self._report(step, groups, [self._part(step, groups)])  # other ranks do not gather now
+                self._report(step, groups, [self._part(step, groups)])  # no gather: other ranks may not join
                 return
             if step.begun:
                 await self._ports.trainer.abort_train_step()
@@ -234,7 +233,7 @@ class TrainPump:
                     self._ports.book.unclaim(ticket)
 
     async def _apply(self, step: Step, update: int) -> StepResult:
-        """The optimizer step. It is shielded from cancellation, because it may have moved the weights and its result is needed."""
+        """Run the optimizer step. Shielded from cancellation, because if the weights have changed, the result is needed."""
         trainer = self._ports.trainer
         before = trainer.version
         try:
@@ -256,16 +255,16 @@ class TrainPump:
             step.applied |= trainer.version > before  # also after an error
 
     async def _commit(self, step: Step) -> tuple[Group, ...]:
-        """Begin the ledger's next turn and clear the rows. Returns the groups, which stay valid without the rows."""
+        """Begin the ledger's next turn and clear the rows. Returns the groups, which stay valid after their leases end."""
         ports = self._ports
         groups = tuple(copy_group(rows.group) if rows.leases else rows.group for rows in step.rows)
-        if step.begun:  # a later optimizer step of the batch was cut off
+        if step.begun:  # a later optimizer step began and was not applied
             await ports.trainer.abort_train_step()
             step.begun = False
         await ports.ledger.commit()
         step.committed = True
         self._reroll.on_step_commit([rows.group for rows in step.rows])
-        # Not earlier, so that no step draws its own groups from the buffer. Not later, because `clear` removes the rows.
+        # The groups enter the buffer after their step, which then cannot draw them, and before `clear`, which removes their rows.
         if ports.replay is not None:
             for rows in step.rows:
                 ports.replay.add(rows.group, rows.columns[ADVANTAGES])
@@ -273,7 +272,7 @@ class TrainPump:
         return groups
 
     def _report(self, step: Step, groups: tuple[Group, ...], parts: Sequence[StepPart]) -> None:
-        """Report a committed step once. `parts`: the parts of all ranks, or only the part of this rank."""
+        """Call `on_step` for a committed step. `parts`: the parts of all ranks, or only the part of this rank."""
         result = self._result(step)
         metrics = step_metrics(parts, step.version, result, anyio.current_time() - step.started)
         if len(parts) < self._ports.ranks:
@@ -283,16 +282,17 @@ class TrainPump:
             self._on_step(StepReport(result.version, result, metrics, groups, advantages))
 
     def _result(self, step: Step) -> StepResult:
-        """The result of the last pass over the batch. If the last pass was cut off: the result of the last optimizer steps."""
+        """The merged result of the last optimizer steps, as many as a pass over the batch has. After an error the last pass may be
+        incomplete; then they belong to two passes."""
         version = self._ports.trainer.version
         done = step.results[-self._ports.config.algorithm.minibatches :]
-        if not done:  # the trainer raised after the step was applied
+        if not done:  # the trainer applied a first optimizer step, then raised
             return StepResult(version, math.nan, math.nan, math.nan, tokens=0, sequences=0, microbatches=0)
         return replace(merge_results(done), version=version)
 
     def _part(self, step: Step, groups: tuple[Group, ...]) -> StepPart:
-        """This rank's part of the metrics. Counts are since the last step. `staleness/dropped` and `replay/evicted` count from the
-        start of the run."""
+        """This rank's part of the metrics. Counts are those since the last step, except `staleness/dropped` and `replay/evicted`:
+        those since the start of the run."""
         ports = self._ports
         sums = ports.recorder.take_counts(COUNTED) | self._reroll.sums(groups)
         self._too_old += sums.get("staleness/dropped", 0.0)

@@ -4,14 +4,14 @@
                  ▲          │ rank 0: fewest tokens                             │ rank 0: the group moves
                  └ credits, rows cleared ◀───────── acknowledgement ◀─────────┘
 
-Exactly once. The ledger's books at rank 0 say which rank has a group. A training rank keeps a group only if the books move the
-group from the sender to this rank, and acknowledges only when the rows are in its store. So
-* a record that is sent twice finds its rows in the store, or books without the group: it is acknowledged and changes nothing;
+Exactly once. The books of the ledger at rank 0 say which rank has a group. A training rank keeps a group only if rank 0 moves the
+group in the books from the sender to that training rank. It acknowledges a group when the rows are in its store. So
+* a record that is sent twice is acknowledged and changes nothing: its rows are in the store, or the books no longer have the group;
 * if the sender dies before the move, the group's prompt is played again elsewhere, and a record that comes later is refused;
 * if the sender dies after the move, the group stays. If a training rank dies, the run restarts from its checkpoint.
 
-Bounds. Each group that travels has a slot, so a training rank never has more groups than slots. A sender has at most
-`UNACKNOWLEDGED` groups without an acknowledgement. Further groups wait in its store, and their slots admit no new prompts.
+Bounds. Each group that travels has a slot, so a training rank never has more groups than slots. A sender has `UNACKNOWLEDGED`
+credits, and each group without an acknowledgement takes one. Further groups wait in the sender's store, and keep their slots.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from .pipeline import Ports
 
 KIND = "group"
 UNACKNOWLEDGED = 8
-# A group of 64 x 32,768 tokens has 40 MB, and recorded routes of 48 layers multiply that by twenty.
+# Of the record of one group. A group of 64 x 32,768 tokens has 40 MB, and with recorded routes of 48 layers twenty times as much.
 MAX_BYTES = 1 << 30
-# More groups than any run has slots: the slots bound these queues.
+# A number that no queue reaches, because each queued group has a slot.
 _BOUND = 1 << 30
-# Only senders below this rank have a metric of their own, because each metric is a column of every step.
+# Only senders with a rank below this number have a metric of their own, because each metric is a column of every step.
 _NAMED_RANKS = 64
 
 logger = logging.getLogger("asyncrl.pumps")
 
 
 def tokens_of(group: Group) -> int:
-    """The most tokens of this group that a training step forwards: each distinct prompt once, and every completion."""
-    # Agents write their own prompts, which may differ within a group.
+    """The largest number of tokens that a forward of this group can have: each distinct prompt once, and every completion."""
+    # Agents write their own prompts, so the members of a group may have different prompts.
     prompts = {t.tokens[: t.prompt_length].tobytes(): t.prompt_length for t in group.trajectories}
     return sum(prompts.values()) + sum(t.completion_length for t in group.trajectories)
 
 
 def encode_group(group: Group, epoch: int) -> bytearray:
-    """The record of a scored group. `epoch`: the attempt of the run. Leaves out columns of the prompt that JSON cannot hold:
-    environment and rewards have read them. Errors: RecordError for other values that JSON cannot hold; RecordTooLarge."""
+    """The record of a scored group. `epoch`: the attempt of the run. Leaves out columns of the prompt and `extras` that JSON cannot
+    hold: training does not read them. Errors: RecordError for other values that JSON cannot hold; RecordTooLarge."""
     prompt, first = group.prompt, group.trajectories[0]
     is_prefix = np.array_equal(prompt.ids, first.tokens[: first.prompt_length])
     metadata = {
@@ -79,7 +79,7 @@ def encode_group(group: Group, epoch: int) -> bytearray:
 
 
 def decode_group(record: Buffer, ticket: Ticket, epoch: int) -> Group:
-    """The group of a record. The arrays are views of `record`. Errors: RecordError; DataError for another group."""
+    """The group of a record. The arrays are views of `record`. Errors: RecordError; DataError for another or a partial group."""
     found = read(record)
     members = trajectories_of(found)
     if (found.epoch, found.group) != (epoch, ticket.group_id) or not is_whole_group(members):
@@ -99,7 +99,7 @@ class Departures:
 
     consumes     scored groups of the intake, by `put`
     produces     groups in the store of a training rank, or ready groups in this rank's own store
-    waits for    rank 0, which assigns a training rank; credits; the acknowledgement
+    waits for    credits; rank 0, which assigns a training rank; the acknowledgement
     is woken by  the score pump, the training ranks
     """
 
@@ -139,22 +139,22 @@ class Departures:
     async def _send(self, group: Group, waited_s: float) -> None:
         ports, ticket = self._ports, group.ticket
         try:
-            # From here on no other task of this rank ends the group: the books know at each moment which rank has the group.
+            # From here on no other task of this rank can end the group, which another rank may get.
             if not ports.book.remove(ticket):
-                return
+                return  # the group has ended
             if refusal := await self._deliver(group, waited_s):
                 logger.warning("group %d does not travel and is dropped: %s", ticket.group_id, refusal)
                 ports.book.add(ticket)
                 await ports.book.end(ticket.group_id, "dropped", "did not travel")
         except BaseException:
-            # `GroupBook.end_all` drops the group, unless the ledger has moved it to the training rank meanwhile.
+            # So `GroupBook.end_all` drops the group, unless the ledger has moved it to the training rank meanwhile.
             ports.book.add(ticket)
             raise
         finally:
             self._credits.release()
 
     async def _deliver(self, group: Group, waited_s: float) -> str:
-        """Bring a group to the training rank that the ledger names. Returns a reason if that is impossible, else an empty text."""
+        """Bring a group to the training rank that the ledger names. Returns a refusal; "" if it arrived or the training ended."""
         ports, ticket = self._ports, group.ticket
         try:
             record = encode_group(group, self._epoch)
@@ -171,7 +171,7 @@ class Departures:
         with ports.recorder.span("departure", track="departures", group=ticket.group_id, to=rank):
             answer, _ = await line.ask(KIND, header, (record,))
         if answer["ended"]:
-            # Not dropped here: a last checkpoint at rank 0 has only the prompts of live groups.
+            # The training has ended. The group stays live, because the last checkpoint at rank 0 saves the prompts of live groups.
             ports.book.add(ticket)
         elif not answer["refusal"]:
             ports.book.clear((ticket.group_id,))
@@ -182,7 +182,7 @@ class Departures:
 class _Arrival:
     group: Group
     sender: int
-    # True: the group is kept here, or nobody needs it. False: the training has ended.
+    # True: the group is stored here, or nobody needs it. False: the training has ended.
     kept: asyncio.Future[bool]
 
 
@@ -194,8 +194,8 @@ class Arrivals:
         waits for    rank 0, which moves the group in its books
         is woken by  the line
 
-    The line cancels `take` if the sender dies. So `run` moves the group in the books and writes its rows: no cancellation may come
-    between the two.
+    The line cancels `take` if the sender dies. No cancellation may come between the move of a group in the books and the writing of
+    its rows, so `run` does both, and not `take`.
     """
 
     def __init__(self, ports: Ports, epoch: int) -> None:
@@ -206,7 +206,7 @@ class Arrivals:
         self._unanswered: set[asyncio.Future[bool]] = set()
 
     async def take(self, peer: str, header: Mapping[str, Any], buffers: Sequence[Buffer]) -> tuple[Any, tuple[()]]:
-        """The handler of `KIND`. Answers when the group is kept here, or is not needed. Errors: RankLost if the sender is lost."""
+        """The handler of `KIND`. Returns when the group is stored or not needed here. Errors: RankLost if the sender is lost."""
         ports = self._ports
         try:
             group = decode_group(buffers[0], Ticket(*header["ticket"]), self._epoch)
@@ -253,7 +253,7 @@ class Arrivals:
     async def _keep(self, arrival: _Arrival) -> RankLost | None:
         """Keep the group if this rank needs the group. Returns an error if rank 0 counts the sender as lost."""
         ports, group = self._ports, arrival.group
-        # Then the record was sent again. `run` is one task, so no earlier record of the group is between its move and its rows.
+        # True for a record that was sent twice. `run` handles one record at a time, so the first one has stored all rows.
         if group.group_id in ports.store:
             return None
         try:

@@ -17,36 +17,36 @@ import numpy.typing as npt
 from ..errors import DataError, shown
 from ..types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, FinishReason, Trajectory
 
-# An unknown expert in routes [L, layers, k]. The k numbers of a token and layer are either different experts, or all MISSING. The
-# dtype of routes is signed because of MISSING.
+# An unknown expert in routes [L, layers, k]. The k numbers of a token and layer are either k different experts, or all MISSING. So
+# routes have a signed dtype.
 MISSING = -1
-# Nats. A ratio is at most exp(-LOWEST_LOGPROB), which is finite in float32.
+# Nats. So a ratio of probabilities is at most exp(-LOWEST_LOGPROB), which is finite in float32.
 LOWEST_LOGPROB = -87.0
 # Largest absolute value. A reward may scale the gradient, and the squared norm of the gradient must be finite in float32.
 MAX_REWARD = 1e9
-# Names of components in a run, from all outside producers. Each name becomes metrics, which sinks never delete.
+# Limit of the names of components in a run, from all outside producers. Each name becomes metrics, which sinks never delete.
 MAX_COMPONENTS = 128
 MAX_NAME_LENGTH = 128  # characters of the name of a component
-# Nats. Above 0, because the rounding of a sampler may make a log-prob slightly positive.
+# Nats. Not 0, because a sampler's rounding may make a log-prob slightly positive.
 HIGHEST_LOGPROB = 1e-4
-# Levels of nested texts and metadata. JSON writers fail at a few hundred levels.
+# Limit of nested levels in texts and metadata. JSON writers fail at a few hundred levels.
 MAX_NESTED = 64
-# A key of a trajectory's metadata. The advantage of a member with this key is set to 0, after its reward was used for the
-# advantages of its group. The member needs no tokens with mask 1. If it has such tokens, they are trained and count in N.
+# A key of a trajectory's metadata. If its value is true, the member's reward counts for the advantages of its group, and then the
+# member's advantage is set to 0. The member needs no tokens with mask 1. If it has some, they are in the loss, with advantage 0.
 SILENT = "set_advantage_to_zero"
 _DTYPE_KINDS = {"tokens": "iu", "mask": "b", "logprobs": "f", "sampled_logprobs": "f", "versions": "iu"}
 _KIND_NAMES = {"iu": "integers", "b": "booleans", "f": "floats"}
-_MIN_TEMPERATURE = float(np.float32(LOWEST_TEMPERATURE))  # float32 as in records, a little lower
+_MIN_TEMPERATURE = float(np.float32(LOWEST_TEMPERATURE))  # rounded as in records, to a little less
 _MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a run for a trajectory. None means no limit."""
+    """Limits of a run for one trajectory. None means no limit, except for `routes`."""
 
-    longest: int | None = None  # tokens of one path of a trajectory
-    total: int | None = None  # tokens of all branches of a trajectory
-    vocabulary: int | None = None  # token ids must be smaller
+    longest: int | None = None  # limit of the tokens of one path
+    total: int | None = None  # limit of the tokens of all branches together
+    vocabulary: int | None = None  # token ids must be below this
     # (layers, experts per token, experts), if the run replays routes. None: the trajectory must have no routes.
     routes: tuple[int, int, int] | None = None
 
@@ -94,9 +94,8 @@ def check_trains(trajectory: Trajectory) -> None:
 
 
 def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) -> None:
-    """Errors: DataError for text with a lone surrogate, or more than `MAX_NESTED` + `extra` levels.
-
-    `written`: the value is written into files, where a tuple or bytes as key, or an integer above 64 bits, is an error too."""
+    """Errors: DataError for text with a lone surrogate, or for more than `MAX_NESTED` + `extra` levels. If `written`, also for a
+    key that is no text, number or None, and for an integer of more than 64 bits: files cannot contain them."""
     level = [value]
     for _ in range(MAX_NESTED + extra + 1):
         # Items of the next level by id: without ids a list that contains itself twice would double at each level.
@@ -145,7 +144,7 @@ def _check_tokens(t: Trajectory, limits: Limits, label: str) -> None:
         raise DataError(f"{label}: tokens is empty; a trajectory has 1 token or more")
     low, high = int(t.tokens.min()), int(t.tokens.max())
     if low < 0 or high > _MAX_INT32 or (limits.vocabulary is not None and high >= limits.vocabulary):
-        ids = "0 or more" if limits.vocabulary is None else f"0 to {limits.vocabulary - 1}"
+        ids = f"0 to {_MAX_INT32 if limits.vocabulary is None else limits.vocabulary - 1}"
         bad = low if low < 0 else high
         raise DataError(f"{label}: tokens holds {bad}; the model's ids are {ids}; use the tokenizer of the model")
 
@@ -223,7 +222,7 @@ def _check_mask(t: Trajectory, label: str) -> None:
     if t.mask[: t.prompt_length].any():
         first = int(t.mask.argmax())
         raise DataError(
-            f"{label}: mask[{first}] trains a token of the prompt (prompt_length is {t.prompt_length}); only tokens behind the "
+            f"{label}: mask[{first}] trains a token of the prompt (prompt_length is {t.prompt_length}); only tokens after the "
             "prompt can be trained: set the mask of the prompt to false"
         )
     if t.branches is not None and t.branches.size and t.branches[0, 0] < t.prompt_length:
@@ -281,7 +280,7 @@ def _check_member_routes(t: Trajectory, expected: tuple[int, int, int] | None, l
         check_routes(routes, experts)
     except DataError as error:
         raise DataError(f"{label}: routed_experts: {error}") from None
-    # The forward pass needs the tokens before the last trained token.
+    # The forward pass needs only the tokens before the last trained token.
     forward = int(t.mask.size - t.mask[::-1].argmax()) - 1 if t.mask.any() else 0
     if forward and (routes[:forward] == MISSING).all():
         raise DataError(
@@ -318,8 +317,7 @@ def narrowest(experts: int) -> np.dtype[Any]:
 def check_routes(routes: npt.NDArray[Any], experts: int) -> None:
     """Errors: DataError with token and layer, for an expert out of range, a route that is partly -1, or a repeated expert.
 
-    This function runs on the event loop for every trajectory, so it is written for speed. Only `_refuse` searches for the position
-    of an error.
+    Runs on the event loop for every trajectory, so it must be fast: only `_refuse` searches for the position of an error.
     """
     rows, layers, k = routes.shape
     columns = np.ascontiguousarray(routes.reshape(rows * layers, k).T)  # [k, rows x layers]

@@ -19,18 +19,18 @@ A record holds `n >= 1` members (trajectories) of one group. Most producers put 
     36  u32  members in this record, n
     40  u32  group size
     44  u32  zero
-    48  u64  sequence: running number of the record in its ring, from 1
-    56  i64  epoch: a number for each start of the producer, because a producer restarts its group ids
+    48  u64  sequence: running number of the record in its ring, from 1 (0: not in a ring)
+    56  i64  epoch: a number for each start of the producer, which may use its group ids again
     64  i64  group id
     72  i64  policy version that the producer knew when it put the record (-1: unknown)
     80  u64  tokens, the sum of the lengths
     88  16 B identity of the producer (a UUID)
-    104 u64  time of writing, ns since 1970
+    104 u64  time of writing, in ns since 1970
     112 16 B zero
 
 A reader of version 1 can read records of a newer writer. The newer writer may lengthen the header and the entries, because the
-header has their sizes. The newer writer may also use the zero bytes and add sections. A reader skips unknown sections, unless
-their flag says that a reader must know them. A reader refuses a record if the "oldest reader" is newer than the reader.
+header has their sizes. The newer writer may also use the zero bytes and add sections. A reader skips a section that it does not
+know. It refuses the record if bit 0 of such a section's flags is set, or if "oldest reader version" is above the reader's version.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ ALIGNMENT = 64
 HEADER = struct.Struct("<IHHHHIQIIIIIIQqqqQ16sQ16x")
 ENTRY = struct.Struct("<HBBHHIIQQ")
 CRC_OFFSET = 24
-NEEDED = 1  # section flag: a reader must know the section
+NEEDED = 1  # bit 0 of a section's flags
 
 if HEADER.size != 128 or ENTRY.size != 32:
     raise AssertionError(f"header of {HEADER.size} and entry of {ENTRY.size} bytes; the format needs 128 and 32")
 
 
 class Axis(IntEnum):
-    """The unit of the first dimension of a section. T: tokens of all members."""
+    """The unit of the first dimension of a section. n: members of the record. T: tokens of all members."""
 
     ROWS = 1  # one entry per member: [n, ...]
     TOKENS = 2  # the tokens of all members, concatenated: [T, ...]
@@ -115,7 +115,7 @@ class Spec:
     axis: Axis
     dtypes: tuple[np.dtype[Any], ...]
     inner: int = 0  # number of dimensions after the first
-    needed: bool = False  # a reader must know the section
+    needed: bool = False  # a reader that does not know it must refuse the record
 
 
 def _spec(axis: Axis, *dtypes: str, inner: int = 0, needed: bool = False) -> Spec:
@@ -130,7 +130,7 @@ SPECS: MappingProxyType[int, Spec] = MappingProxyType(
         Section.MASK: _spec(Axis.TOKENS, "?", "<u1"),  # true, or any u1 but 0: the loss trains the token
         Section.LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # of each token, at the temperature, before all filters
         Section.SAMPLED_LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # of each token, as sampled: after filters such as top-p
-        Section.VERSIONS: _spec(Axis.TOKENS, "<i4"),  # -1 where mask is 0
+        Section.VERSIONS: _spec(Axis.TOKENS, "<i4"),  # -1: mask is 0, or not known
         Section.ADVANTAGES: _spec(Axis.TOKENS, "<f4"),
         Section.REFERENCE_LOGPROBS: _spec(Axis.TOKENS, "<f4"),
         # [T, layers, k]; -1 means not known. Old writers used unsigned integers, without -1.

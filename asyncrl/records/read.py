@@ -28,9 +28,9 @@ class Record:
     epoch: int
     group_size: int
     policy_version: int  # -1: the producer did not know
-    producer: bytes
-    sequence: int
-    written_ns: int
+    producer: bytes  # a UUID
+    sequence: int  # running number in the ring, from 1; 0: not in a ring
+    written_ns: int  # time of writing, since 1970
     members: npt.NDArray[np.int32]  # [n]
     lengths: npt.NDArray[np.int32]  # [n]
     bounds: tuple[int, ...]  # [n + 1]
@@ -48,7 +48,7 @@ class Record:
         return None if array is None else array[self.bounds[position] : self.bounds[position + 1]]
 
     def row_bytes(self, section: int, position: int) -> bytes | None:
-        """One member's byte string of a ROW_BYTES section, copied."""
+        """One member's byte string of a ROW_BYTES section, copied. None if the record lacks the section."""
         raw = self.strings.get(section)
         if raw is None:
             return None
@@ -62,7 +62,7 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None)
     """The record at the start of `buffer`.
 
     `sequence`: the sequence number that the ring expects; None: any.
-    Errors: RecordError for a record that is torn, damaged, of another sequence, or for newer readers only.
+    Errors: RecordError for a torn or damaged header or table, another `sequence`, or a record for newer readers only.
     """
     view = memoryview(buffer).toreadonly()
     if len(view) < HEADER.size:
@@ -103,13 +103,13 @@ def read(buffer: memoryview | bytes | bytearray, *, sequence: int | None = None)
 def _sections(
     view: memoryview, entries: Iterable[tuple[int, ...]], n: int, tokens: int
 ) -> tuple[dict[int, npt.NDArray[Any]], dict[int, memoryview]]:
-    """Arrays and byte strings. Leaves out sections that version 1 does not know."""
+    """(arrays, byte strings) by section id, without the sections that version 1 does not know."""
     arrays: dict[int, npt.NDArray[Any]] = {}
     strings: dict[int, memoryview] = {}
     end = len(view)
     for section, code, axis, flags, _, inner0, inner1, offset, nbytes in entries:
         if offset + nbytes > end:
-            raise RecordError(f"section {section} ends at {offset + nbytes}, behind the record's end at {end}")
+            raise RecordError(f"section {section} ends at {offset + nbytes}, after the record's end at {end}")
         spec, dtype = SPECS.get(section), DTYPES.get(code)
         if spec is None:
             if flags & NEEDED:

@@ -1,6 +1,6 @@
-"""Makes trajectories from a record, and encodes texts and rewards for a record. Decoded values equal the encoded values.
+"""Makes trajectories from a record, and encodes texts and rewards for a record. A record has no `extras`.
 
-Texts are encoded as JSON. In the bytes a reward of NaN means None (not scored), so a reward of NaN cannot be encoded.
+Texts become JSON, temperatures and log-probs float32. A reward of None (not scored) becomes NaN, so a reward of NaN is refused.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _COLUMNS = {
     "versions": Section.VERSIONS,
     "routed_experts": Section.ROUTED_EXPERTS,
 }
-# Fields of a trajectory with a length of their own -> section, dtype, inner dimensions.
+# Fields whose length is not the number of tokens -> section, dtype, inner dimensions.
 _OWN_LENGTH: dict[str, tuple[Section, np.dtype[Any], tuple[int, ...]]] = {
     "branches": (Section.BRANCHES, np.dtype("<i4"), (2,)),
     "turns": (Section.TURNS, np.dtype("<i4"), ()),
     "turn_rewards": (Section.TURN_REWARDS, np.dtype("<f8"), ()),
 }
 _BOOL = np.dtype(np.bool_)
-# Dtypes of the routes of old writers -> signed dtypes that hold them.
+# Unsigned dtype of the routes of old writers -> signed dtype for the same numbers.
 _SIGNED: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.uint16): np.dtype(np.int32)}
 
 
@@ -44,7 +44,7 @@ def trajectories_of(record: Record, *, group: int | None = None) -> list[Traject
     """The members of a record as trajectories, in the order of the record. `group`: replaces the record's group id.
 
     Arrays are views under the record's lease, so the cost does not depend on their length. (An integer mask, unsigned
-    routes, branches and turns are copied.) Defaults for missing columns: the mask is true behind the prompt. At tokens with a
+    routes, branches and turns are copied.) Defaults for missing columns: the mask is true after the prompt. At tokens with a
     true mask, log-probs are NaN (unknown, so the ratio is 1) and versions are the record's policy version. The temperature is 1.
     """
     arrays, strings = record.arrays, record.strings
@@ -86,7 +86,7 @@ def trajectories_of(record: Record, *, group: int | None = None) -> list[Traject
 
 
 def draft_of(group: int, members: Sequence[Trajectory], epoch: int, metadata: Mapping[str, Any]) -> Draft:
-    """The record of these members. `metadata`: of the group. Errors: RecordError for values that JSON cannot hold."""
+    """The draft of a record with these members. `metadata`: of the group. Errors: RecordError for values that JSON cannot hold."""
     sections: dict[int, Any] = {
         Section.TOKENS: [t.tokens for t in members],
         Section.REWARDS: [reward_number(t.reward, "reward") for t in members],
@@ -131,7 +131,7 @@ def group_metadata(record: Record) -> dict[str, Any]:
 
 
 def _columns(record: Record) -> tuple[Any, ...]:
-    """Tokens, mask, log-probs, sampled log-probs, versions: an array [T], or a list of arrays if the record lacks the column."""
+    """Tokens, mask, log-probs, sampled log-probs, versions: each an array [T], or n default arrays for a missing column."""
     arrays, bounds = record.arrays, record.bounds
     masks: Any = arrays.get(Section.MASK)
     if masks is None:
@@ -151,7 +151,7 @@ def _columns(record: Record) -> tuple[Any, ...]:
 
 
 def _routes(record: Record) -> list[Any]:
-    """The routes of every member, as signed integers. Unsigned integers are copied into the next wider signed dtype."""
+    """The routes of each member, as signed integers. Unsigned integers are copied to a wider signed dtype."""
     array = record.arrays[Section.ROUTED_EXPERTS]
     dtype: Any = _SIGNED.get(array.dtype, array.dtype)
     parts = [record.column(Section.ROUTED_EXPERTS, position) for position in range(record.size)]
@@ -172,7 +172,7 @@ def _own_length_column(record: Record, name: str) -> list[Any]:
 
 
 def own_length_sections(members: Sequence[Any]) -> dict[int, Any]:
-    """The sections for `branches`, `turns` and `turn_rewards` of these members, by section id; none if no member has the field."""
+    """The sections for `branches`, `turns` and `turn_rewards`, by section id. No section for a field that no member has."""
     sections: dict[int, Any] = {}
     for name, (section, dtype, inner) in _OWN_LENGTH.items():
         column = [getattr(member, name) for member in members]

@@ -1,7 +1,7 @@
 """Writes a record: a `Draft` has the contents, `plan` checks the draft and computes the size, `Plan.write` fills a buffer.
 
 `Plan.write` copies each array of a member directly into the buffer. There is no other copy, unless a dtype must be converted.
-All checks are done before the first byte is written.
+`plan` does all checks, before the first byte is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .layout import (
     aligned,
 )
 
-_NO_INNER = (1, 1)  # no inner dimensions
+_NO_INNER = (1, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class Draft:
     producer: bytes = bytes(16)
 
 
-# One section: id, form, dtype, bytes or a list of arrays, inner dimensions, size in bytes.
+# One section: id, form, dtype, contents (bytes or a list of arrays), inner dimensions, size in bytes.
 _Part = tuple[int, Spec, np.dtype[Any], Any, tuple[int, int], int]
 
 
@@ -73,7 +73,7 @@ class Plan:
     def write(self, buffer: memoryview, *, sequence: int = 0, fault: Callable[[str], None] | None = None) -> None:
         """Fill `buffer` (writable, at least `size` bytes, aligned to 64 bytes). The header is written last.
 
-        `fault(name)` is called after each part, so that tests can crash there.
+        `fault(name)` is called after each part is written, so that tests can crash there.
         """
         table = bytearray()
         offset = _first_offset(len(self.parts))
@@ -199,7 +199,7 @@ def _inner(section: int, spec: Spec, arrays: list[Any]) -> tuple[int, int]:
 
 
 def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, Any]:
-    """`data` as an array of `dtype`. Errors: RecordError for integers out of range (never wrapped), and for other types."""
+    """`data` as an array of `dtype`. Errors: RecordError for integers out of range, floats for integers, and other objects."""
     array = np.asarray(data)
     if array.dtype == dtype:
         return array

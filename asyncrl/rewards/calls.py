@@ -1,4 +1,4 @@
-"""Reward functions, their arguments and their results as plain values. The processes that call them are in `pool.py`."""
+"""Reward functions, their arguments and their results as plain values. `pool.py` runs the processes that call the functions."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ class RewardSpec:
         def f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list[float | None]
 
     Arguments are passed by keyword, and only if the signature accepts them. `trainer_state` has `global_step`, `epoch` and
-    `max_steps` (or None). `log_metric(name, value)` logs a number of the call as `NAME/name`. `log_extra(column, values)` logs a
-    value per completion as `NAME/column`. All other arguments are lists with one entry per completion:
-    `completions` (strings, or the messages after a conversational prompt), `completion_ids` (token ids), `generation_prompt` (the
-    text of the chat template after the last message), and the columns of the row. A column's value is the same object in all
-    entries, so a function must not change it. A function whose signature names them also gets `num_turns` (replies of the policy),
-    `tool_calls` (in OpenAI's form) and `notes` (the values of `policy.note` by name); and `base_url` and `api_key`, two strings:
-    the policy itself behind an OpenAI-compatible endpoint, whose answers are not trained.
+    `max_steps` (None: no limit). `log_metric(name, value)` logs a number of the call as `NAME/name`, where NAME is the function's
+    name. `log_extra(column, values)` logs a value per completion as `NAME/column`. These arguments are lists with one entry per
+    completion: `prompts`, `completions` (strings, or the messages after a conversational prompt), `completion_ids` (token ids),
+    `generation_prompt` (the text of the chat template after the last message), and the columns of the row. A column's value is the
+    same object in all entries, so a function must not change it.
+    The run passes further arguments only if the signature names them. Lists: `num_turns` (number of the policy's replies),
+    `tool_calls` (in OpenAI's form), `notes` (the values of `policy.note` by name). Strings: `base_url` and `api_key` of an endpoint
+    where the policy itself answers. These answers are not trained.
 
-    A score is a number, or None: the function does not apply to this completion. A list has the reward of each reply of an episode,
-    and their sum is the score. A mapping has the score as `score`, and other values to log. With `components` (name -> weight) a
-    mapping has these names, and each is a component `NAME/name` of the reward. An exception in place of a score is an
-    error of this completion alone. `name`: by default the function's own. `timeout_s`: of one call; None: that of the pool."""
+    A score is a number, or None if the function does not apply to this completion. In place of a number the function may return:
+    a list with a reward for each reply, whose sum is the score; a mapping with `score` and other values to log; an exception,
+    which is an error of this completion alone. With `components` (name -> weight) a mapping with these names must be in place
+    of each number, and each value is a component `NAME/name` of the reward. `name` None: the function's own name. `timeout_s`:
+    seconds of one call; None: the pool's setting."""
 
     function: str | RewardFunction
     weight: float = 1.0
@@ -44,7 +46,7 @@ class RewardSpec:
     timeout_s: float | None = None
 
     def weights(self, name: str) -> dict[str, float]:
-        """Weight of each component, by the name of the component. `name`: the name of the function."""
+        """Name of each component -> its weight in the reward. `name`: the name of the function."""
         if not self.components:
             return {name: self.weight}
         return {f"{name}/{part}": self.weight * weight for part, weight in self.components.items()}
@@ -54,29 +56,25 @@ class RewardSpec:
 class Answer:
     """The result of one call of a reward function. Inner lists have one entry per completion."""
 
-    # One list for each component.
-    scores: list[list[float | None]]
+    scores: list[list[float | None]]  # one list for each component
     # For each component and completion: the rewards of its replies, or None if the function gave one number.
     by_turn: Sequence[list[list[float] | None]]
-    # (number of the component, index of the completion, text of the value) for each value that is not a score.
+    # (index of the component, index of the completion, text of the value) for each value that is not a score.
     invalid: Sequence[tuple[int, int, str]] = ()
-    # Columns that the function logged by `log_extra`.
-    extras: Mapping[str, list[Any]] = field(default_factory=dict)
+    extras: Mapping[str, list[Any]] = field(default_factory=dict)  # name -> logged values
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedFunction:
     """A function as described by the worker that loaded it."""
 
-    # The function's number in the worker.
-    index: int
+    index: int  # the function's number in the worker
     name: str
-    # Names of the arguments, and whether the function takes every other column, too (`**kwargs`).
+    # Names of the parameters, and whether the function also takes all other columns (`**kwargs`).
     named: Sequence[str]
     takes_all: bool
     asynchronous: bool
-    # Needs all completions of a group in one call (`forms.whole_group`).
-    whole_group: bool
+    whole_group: bool  # see `forms.whole_group`
     spec: RewardSpec
 
     @property
@@ -85,12 +83,12 @@ class LoadedFunction:
         return not {"base_url", "api_key"}.isdisjoint(self.named)
 
     def select(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that the signature accepts. Only these are sent to the worker."""
+        """Those `arguments` that the signature accepts. Only these are sent to the worker."""
         return {k: v for k, v in arguments.items() if k in self.named or (self.takes_all and k not in BY_NAME)}
 
 
 def trl_arguments(prompt: Prompt, trajectories: Sequence[Trajectory], generation_prompt: str) -> dict[str, Any]:
-    """The list arguments of `RewardSpec` by name. Columns of the row cannot replace the other arguments."""
+    """Those arguments of a reward function that are lists, by name. A column of the row cannot replace another argument."""
     arguments: dict[str, Any] = {name: [value] * len(trajectories) for name, value in prompt.columns.items()}
     arguments["prompts"] = [prompt.prompt] * len(trajectories)
     arguments["completions"] = [t.completion for t in trajectories]
@@ -113,8 +111,8 @@ def with_scores(
     extras: Mapping[str, Any] | None = None,
     by_turn: Mapping[str, list[float] | None] | None = None,
 ) -> Trajectory:
-    """A copy of the trajectory with the scores as components, with the extras, and with the weighted sum of the scores added to
-    the reward. `by_turn`: the rewards of replies whose sum is a score. Errors: ValueError for an infinite score."""
+    """A copy of the trajectory with further components (`scores`) and extras. The scores' weighted sum is added to the reward.
+    `by_turn`: component -> a reward for each reply, or None: not given. Errors: ValueError for an infinite score."""
     reward = combine_components(scores, weights)
     if trajectory.reward is not None:
         reward = trajectory.reward + (reward or 0.0)
@@ -122,8 +120,8 @@ def with_scores(
     turn_rewards = trajectory.turn_rewards
     for name, parts in (by_turn or {}).items():
         if parts is not None:
-            before = turn_rewards or [0.0] * len(parts)
-            turn_rewards = tuple(sum_ + weights[name] * part for sum_, part in zip(before, parts, strict=True))
+            earlier = turn_rewards or [0.0] * len(parts)
+            turn_rewards = tuple(sum_ + weights[name] * part for sum_, part in zip(earlier, parts, strict=True))
     return replace(trajectory, reward=reward, components=components, extras=all_extras, turn_rewards=turn_rewards)
 
 

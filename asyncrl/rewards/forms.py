@@ -6,8 +6,8 @@
 | reasoning-gym | `score_answer(answer, entry)`, a data set with this method, or its factory         | once per completion |
 | TRL           | any other, such as `f(prompts, completions, completion_ids, **columns)`            | see `reward.batch`  |
 
-verl: `ground_truth` is the column `ground_truth` or `reward_model["ground_truth"]`, and `extra_info` is {} by default. Every other
-parameter is a column.
+verl: `solution_str` is the completion. Every other parameter is a column. Without a column `ground_truth` the function gets
+`reward_model["ground_truth"]`, and without a column `extra_info` it gets {}.
 reasoning-gym: `entry` is the row. `answer` is the text between the last `<answer>` and `</answer>`, or else the whole completion.
 
 The worker processes import this module, so it needs only the standard library.
@@ -27,26 +27,26 @@ from asyncrl.errors import shown
 F = TypeVar("F")
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# Names of arguments that are not columns. A data column of such a name is refused if the function has such an argument.
+# Arguments that the run passes, also to `**columns`. If a function takes such an argument, a data column of its name is refused.
 RESERVED = ("prompts", "completions", "completion_ids", "generation_prompt", "trainer_state", "log_extra", "log_metric")
-# The run passes these only to a function whose signature names them, so `**columns` may get data columns of these names.
+# Arguments that the run passes only if the signature names them. Otherwise `**columns` may get data columns of these names.
 BY_NAME = ("num_turns", "tool_calls", "notes", "base_url", "api_key")
 
 
 def whole_group(function: F) -> F:
-    """A decorator for a reward function that compares completions: each call must have all completions of a group. Such a function
-    makes `reward.batch: auto` choose `group`, and is refused with `trajectory`."""
+    """A decorator for a reward function that compares completions: each call must have all completions of a group. With such a
+    function `reward.batch: auto` means `group`, and `reward.batch: trajectory` is refused."""
     function.__dict__["whole_group"] = True
     return function
 
 
 class UsageError(Exception):
-    """A reward function was loaded but cannot be used. The message is for the user, so it is sent without a traceback."""
+    """A function has a wrong signature, does not fit the data, or returns or logs wrong values. It is sent without traceback."""
 
 
 def as_trl(loaded: Any, source: str) -> Callable[..., Any]:
-    """Adapts `loaded` to TRL's form. `source`: its name in messages. Errors: `UsageError` if `loaded` has no known form, and any
-    error of a function that returns a data set."""
+    """Adapts `loaded` to TRL's form. `source`: what errors call `loaded`. Errors: `UsageError` if `loaded` has no known form, and
+    any error of a function that returns a data set."""
     if not callable(loaded):
         if callable(getattr(loaded, "score_answer", None)):
             return _from_gym(loaded.score_answer)
@@ -68,7 +68,7 @@ def as_trl(loaded: Any, source: str) -> Callable[..., Any]:
 
 
 def columns_check(call: Callable[..., Any]) -> Callable[[Collection[str]], None]:
-    """A function that takes the names of a row's columns, and raises `UsageError` if `call` needs others. `call`: from `as_trl`."""
+    """Returns `check(columns)`, which raises `UsageError` if `call` (from `as_trl`) needs a column that is not in `columns`."""
     if isinstance(call, _AdaptedFunction):
         own_check = call.check
         return lambda columns: own_check([name for name in columns if name not in RESERVED])
@@ -95,17 +95,17 @@ def is_async(call: Callable[..., Any]) -> bool:
 
 
 def check_reserved(columns: Collection[str], named: Collection[str], takes_all: bool) -> None:
-    """Errors: `UsageError` for a column with the name of an argument that the run gives to the function. `named`: the parameters of
-    the function. `takes_all`: it has `**kwargs`, too."""
+    """Errors: `UsageError` for a column with the name of an argument that the run passes to the function. `named`: the function's
+    parameters. `takes_all`: the function also has `**kwargs`."""
     given = {*named, *(RESERVED if takes_all else ())}
     if taken := [name for name in (*RESERVED, *BY_NAME) if name in columns and name in given]:
         raise UsageError(
-            f"the data has the columns {', '.join(taken)}, but the run itself gives rewards an argument of that name; rename them"
+            f"the data has the columns {', '.join(taken)}, but the run itself passes arguments of these names; rename the columns"
         )
 
 
 def _text_of(completion: Any) -> str:
-    """The completion as one string. The assistant's messages in a list of messages are joined."""
+    """The completion as one string. If it is a list of messages, the contents of the assistant's messages are joined."""
     if isinstance(completion, str):
         return completion
     return "".join(str(message.get("content") or "") for message in completion if message.get("role") == "assistant")
@@ -113,7 +113,7 @@ def _text_of(completion: Any) -> str:
 
 @dataclass(frozen=True)
 class _AdaptedFunction:
-    """A function of another form, adapted to TRL's form. Its signature does not show the columns that it needs, so `check` does."""
+    """A function of verl's or reasoning-gym's form, adapted to TRL's form. `check` knows which columns the function needs."""
 
     call: Callable[..., Any]
     check: Callable[[Collection[str]], None]  # see `columns_check`
@@ -130,7 +130,7 @@ def _answer_of(completion: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """`shown(value)` and its type, for messages. For an exception: its type and whole text."""
+    """`shown(value)` and the value's type, for messages. For an exception: its type and complete text."""
     if isinstance(value, Exception):
         return f"{type(value).__name__}: {value}"
     return f"{shown(value)} ({type(value).__name__})"
@@ -160,10 +160,9 @@ def _from_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Pa
             row.setdefault("ground_truth", nested["ground_truth"])  # type: ignore[index]  # `has_nested_truth`: a mapping
         row.setdefault("extra_info", {})
         arguments = {name: row[name] for name in is_required if name in row}
-        results = [function(solution_str=_text_of(completion), **arguments) for completion in completions]
-        return _collect(results)
+        return _collect([function(solution_str=_text_of(completion), **arguments) for completion in completions])
 
-    # Only the names of columns are known before the first call, so a column `reward_model` is taken to have a ground truth.
+    # Before the first call only the names of columns are known, so assume that a column `reward_model` has a ground truth.
     return _AdaptedFunction(score, lambda columns: check(columns, "reward_model" in columns), is_async(function))
 
 
@@ -189,12 +188,12 @@ def _sorted_names(names: Collection[str]) -> str:
 
 
 def _collect(results: list[Any]) -> Any:
-    """The list of results. If the function is async: a coroutine with that result, which runs the calls concurrently."""
+    """`results`, or if the function is async: a coroutine that awaits all `results` concurrently and returns their values."""
     if not any(inspect.isawaitable(result) for result in results):
         return results
 
     async def wait_all() -> list[Any]:
-        # After the first error the other tasks are cancelled: they must not run while the worker serves the next call.
+        # After an error the other tasks are cancelled: they must not run while the worker serves the next call.
         tasks = [asyncio.ensure_future(_value(result)) for result in results]
         try:
             return await asyncio.gather(*tasks)

@@ -1,16 +1,15 @@
-"""A language model that scores completions: a section of `reward.judge`, or a reward function in a file of the user.
+"""`Judge`, a reward function that asks a language model for scores. A user configures it in `reward.judge`, or makes one in code.
 
     completion ──quoted──▶ POST {url}/chat/completions ──reply──▶ the JSON object at its end ──▶ a score for each criterion
 
-* Each completion has requests of its own: one, and at most `retries` more. So a failed request costs no other completion its score.
-  Replies without valid scores (`garbage`) and requests without a reply (`failures`) are counted. After the last request the
-  completion has an exception in place of its score, which `reward.on_error` treats.
-* The judged text cannot end its quotation: the lines around it contain a hash of the text. Control tokens in it are broken by a
-  space, because many servers would read them. Scores are read only from the end of a reply, so a judge that repeats the text does
-  not repeat its scores. None of this keeps a model from believing what the text says.
+* Each request judges one completion, so an error costs no other completion its score. A request without valid scores is repeated up
+  to `retries` times. Replies without valid scores (`garbage`) and requests without a reply (`failures`) are counted. If the last
+  request gives no valid scores either, the completion gets an exception in place of a score (`reward.on_error`).
+* The judged text cannot forge the end of its quotation: the lines around the text contain a hash of it. A space breaks control
+  tokens in the text, because many servers would act on them. Scores are read only from the end of a reply, so scores that the
+  judge quotes from the text do not count. A judge may still believe what the text says.
 
-aiohttp (extra `[http]`) is imported at the first request, because worker processes import this module. With 512 requests at a time
-aiohttp took a tenth of the time of httpx2, which the package `openai` uses.
+aiohttp (extra `[http]`) is imported at the first request, because worker processes import this module and should start fast.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ Score the data by each of these criteria, with a whole number from 0 (not at all
 {criteria}
 
 First give your reasons in a few sentences. Then end your reply with one JSON object, on a line of its own: {form}"""
-# What servers may read as a control token of the judge's model.
+# The beginning of a text that servers may read as a control token of the judge's model.
 _CONTROL = re.compile(r"<(?=[|\uff5c]|/?(?:s|bos|eos|think|(?:start|end)_of_turn)>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])")
 _LAST_OBJECT = re.compile(r"(\{[^{}]*\})\s*(?:```)?\s*\Z")
-_TRY_AGAIN = (408, 409, 425, 429)
+_RETRYABLE = (408, 409, 425, 429)  # HTTP statuses that deserve a retry, as do all from 500 on
 _LONGEST_PAUSE_S = 60.0
 _LARGEST_REPLY = 4 << 20  # bytes
-_SET_BY_JUDGE = ("messages", "model", "stream", "n")
-_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
+_NOT_IN_REQUEST = ("messages", "model", "stream", "n")
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()  # loop -> (client, generator)
 
 
 class _FailedRequest(Exception):
-    """A request without a reply: (text, whether another try may help, seconds that the server asks to wait)."""
+    """A request without a reply. Arguments: (text, whether a retry may help, seconds that the server asks to wait)."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A reward function that returns for each completion a mapping with the score of each criterion, in [0, 1], and with `score`,
-    the weighted sum. `timeout_s` is of one request. `key` is used if `key_env` is None. Other fields: see `JudgeConfig`."""
+    """A reward function. For each completion it returns a mapping with the score of each criterion, in [0, 1], and with `score`,
+    their weighted sum; or an error. `timeout_s`: of one request. `key`: used if `key_env` is None. The rest: see `JudgeConfig`."""
 
     url: str
     criteria: Mapping[str, str] | str
@@ -80,17 +79,17 @@ class Judge:
                 f"a judge has url {self.url!r}; expected `policy` or an address like http://localhost:8000/v1"
             )
         if self.url == "policy" and (self.key_env or self.model):
-            raise ConfigError("a judge with url `policy` has key_env or model, which the run knows; leave both out")
+            raise ConfigError("a judge with url `policy` has key_env or model, which the run sets; leave both out")
         if self.key_env is not None and not os.environ.get(self.key_env):
             raise ConfigError(f"a judge has key_env {self.key_env!r}, but no such environment variable is set")
-        if taken := [name for name in _SET_BY_JUDGE if name in self.request]:
-            raise ConfigError(f"a judge's `request` has {taken[0]!r}, which the judge sets itself; remove it")
+        if taken := [name for name in _NOT_IN_REQUEST if name in self.request]:
+            raise ConfigError(f"a judge's `request` has {taken[0]!r}, which only the judge may choose; remove it")
         if find_spec("aiohttp") is None:
             raise ConfigError("a judge needs the package aiohttp; pip install 'asyncrl[http]'")
 
     @property
     def __signature__(self) -> Signature:
-        """The arguments that the judge takes: only these are sent to the worker, and a missing column is refused."""
+        """The names of the arguments. The pool passes only these, and refuses data without the column that `reference` names."""
         names = ["prompts", "completions", "log_extra", *([self.reference] if self.reference else [])]
         names += ["base_url", "api_key"] if self.url == "policy" else []
         return Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in names])
@@ -110,8 +109,8 @@ class Judge:
         return [value for value, _ in judged]
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], read: Callable[[str], T]) -> T:
-        """`read(reply)` for messages of your own, such as a comparison of two answers. `read` raises ValueError for a reply that
-        it cannot use. Errors: RewardError after the last try."""
+        """Sends messages of your own, such as a comparison of two answers. Returns `read(reply)`. `read` raises ValueError for a
+        reply that it cannot use; then the request is repeated. Errors: RewardError after the last try."""
         value, _ = await self._evaluate(messages, read)
         if isinstance(value, RewardError):
             raise value
@@ -120,11 +119,11 @@ class Judge:
     async def _evaluate(
         self, messages: Sequence[Mapping[str, Any]], read: Callable[[str], T]
     ) -> tuple[T | RewardError, dict[str, Any]]:
-        """(the result of `read`, or the last error; the facts: the last reply, and the counts of requests and of their errors)."""
+        """(the result of `read`, or the last error; facts to log: the last reply, and counts of requests and their errors)."""
         facts: dict[str, Any] = {"requests": 0, "garbage": 0, "failures": 0, "reply": None}
         while True:
             facts["requests"] += 1
-            pause_s, again = 2.0 ** (facts["requests"] - 1) * random.uniform(0.5, 1.0), True
+            pause_s, retry = 2.0 ** (facts["requests"] - 1) * random.uniform(0.5, 1.0), True
             try:
                 facts["reply"] = await self._post(messages)
                 return read(facts["reply"]), facts
@@ -133,14 +132,14 @@ class Judge:
                 problem = f"garbage: {error}"
             except _FailedRequest as error:
                 facts["failures"] += 1
-                problem, again, asked_s = error.args
+                problem, retry, asked_s = error.args
                 pause_s = max(pause_s, asked_s)
-            if not again or facts["requests"] > self.retries:
+            if not retry or facts["requests"] > self.retries:
                 return RewardError(f"{self.url}: {problem} (request {facts['requests']})"), facts
             await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
 
     def messages(self, texts: Mapping[str, Any]) -> list[dict[str, str]]:
-        """The judge's instructions, and the texts that it judges: name -> text or messages, such as `conversation` and `answer`."""
+        """The messages for the judge. `texts`: name -> text or messages to be judged, such as `conversation` and `answer`."""
         quoted = {name: _CONTROL.sub(lambda match: match[0] + " ", _transcript(text)) for name, text in texts.items()}
         mark = hashlib.blake2b("\0".join(quoted.values()).encode(errors="replace"), digest_size=6).hexdigest()
         criteria = {"score": self.criteria} if isinstance(self.criteria, str) else self.criteria
@@ -176,7 +175,7 @@ class Judge:
         client, _ = _clients.get(loop, (None, None))
         if client is None:
             opened = _open_client()
-            # Without a reference to the generator, Python would end it and so close the client.
+            # Keep a reference to the generator: without one Python would end the generator, which closes the client.
             client = await anext(opened)
             _clients[loop] = client, opened
         model = {} if self.model is None else {"model": self.model}
@@ -197,9 +196,9 @@ class Judge:
             raise _FailedRequest(f"{type(error).__name__}: {error}", True, 0.0) from None
         if response.status != 200:
             after = response.headers.get("Retry-After", "")
-            again = response.status in _TRY_AGAIN or response.status >= 500
+            retry = response.status in _RETRYABLE or response.status >= 500
             text = data[:200].decode(errors="replace")
-            raise _FailedRequest(f"HTTP {response.status}: {text}", again, float(after) if after.isdecimal() else 0.0)
+            raise _FailedRequest(f"HTTP {response.status}: {text}", retry, float(after) if after.isdecimal() else 0.0)
         try:
             [choice, *_] = json.loads(data)["choices"]
             text, finish_reason = choice["message"]["content"], choice.get("finish_reason")
@@ -213,7 +212,7 @@ class Judge:
 
 
 async def _open_client() -> Any:
-    """Yields the client of a loop. `asyncio` ends open generators together with their loop, so the client is closed then."""
+    """Yields the client of an event loop. When the loop ends, `asyncio` ends its generators, so this one closes the client."""
     import aiohttp
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=True) as client:
@@ -221,7 +220,7 @@ async def _open_client() -> Any:
 
 
 def _transcript(value: Any) -> str:
-    """A text, or messages as one text. A single message of the assistant is its content alone."""
+    """Messages as one text; a text unchanged. Of a single message of the assistant without calls: only its content."""
     if isinstance(value, str):
         return value
     lines = []

@@ -1,31 +1,31 @@
 """The reward pool: the user's functions in worker processes, then reward models on the device, behind the `Reward` port.
 
     score ──▶ one call per function ──▶ a worker with room (FIFO) ──▶ worker ──▶ reply ──▶ components, reward
-                                            ▲                          │ killed (deadline, crash, cancellation), or worn
+                                            ▲                          │ has ended (deadline, crash, cancellation), or is worn
                                             └──── keeper ◀─────────────┘ (a task for each worker: starts a successor)
 
 Guarantees
-* A worker runs calls of `async def` functions for up to `concurrency` completions at a time (one call may have more), and one
-  blocking call, of any other function. While the blocking call runs, the worker gets no other call, and its coroutines cannot run:
-  their deadlines are moved by that time.
-* After a deadline, a crash or a cancelled caller, the worker of a blocking call is killed and replaced. A coroutine is cancelled
-  instead; if it does not end, its worker is killed. Requests have ids: no answer to an old request is taken for a new one.
+* A call of an `async def` function is a coroutine in its worker. A worker runs coroutines for up to `concurrency` completions at a
+  time, or one coroutine with more completions.
+* A call of any other function is a blocking call. While a worker runs a blocking call, it gets no other call, and its coroutines
+  cannot run, so their deadlines are moved by the time of the blocking call.
+* If a blocking call misses its deadline or its caller is cancelled, the worker is killed and replaced. A coroutine is cancelled
+  instead, and its worker is killed only if the coroutine does not end.
 * A call whose worker was killed because of another call is sent again, once. If a worker crashes while several coroutines run, each
-  of these calls is sent again once, to a worker that begins no other call meanwhile. So the call that crashes is found.
+  of them is sent again once, as a blocking call, to a worker that runs only this call. So the call that crashes is found.
 * A call of an `async def` function that raised, crashed or missed its deadline is repeated up to `retries` times, each time with a
   new deadline. The metric `reward/{fn}/retries` counts the repetitions.
-* Callers of the same kind (coroutines, blocking calls) get workers in the order in which they asked. A caller that is cancelled
-  while it waits takes no worker.
-* All functions are loaded in every worker before `__aenter__` returns: an import error ends the run before it starts. If the
-  successor of a dead worker fails before it has loaded the functions, another one is started, `MOST_STARTS` in all.
-* A worker is worn when it gained `worker_max_mib` of memory or had `worker_max_calls` calls. It takes calls until its successor has
-  loaded the functions, and ends after its running calls. If no successor can start (its file was edited, for example), the worn
-  worker goes on. The metric `reward/workers_recycled` counts replaced workers.
-* Every batch of a reward model is one closure on the device's thread, so decoding and training can run between two batches. A batch
-  has completions of one call of `score`. `on_error` holds for a text that is too long or has no finite score. If the model raises,
-  it holds for all texts of the call.
-* Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with it, even if this
-  process is killed (concurrency/guard.py).
+* Callers of the same kind (coroutines, blocking calls) get workers in the order in which they asked. Cancelled callers get none.
+* All functions are loaded in every worker before `__aenter__` returns, so an import error ends the run before it starts. If the
+  successor of a dead worker dies or needs more than `LOAD_S` to load the functions, another starts: at most `MOST_STARTS` in all.
+* A worker is worn when it has gained `worker_max_mib` of memory or had `worker_max_calls` calls. It takes calls until its successor
+  has loaded the functions, and ends after its running calls. If no successor can start (a user's file was edited, for example), the
+  worn worker goes on. The metric `reward/workers_recycled` counts worn workers that were replaced.
+* Every batch of a reward model is one closure on the device's thread (lane), so decoding and training can run between two batches.
+  All completions of a batch come from one call of `score`. `on_error` applies to a text that is empty, too long or gets no finite
+  score. If the model raises, `on_error` applies to all texts of the call.
+* Closing ends every worker, also after an error or a cancellation. The child processes of a worker end with the worker, even if
+  this process is killed (concurrency/guard.py).
 
 The task that opens the pool must also close it, on the loop's thread.
 """
@@ -65,17 +65,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncrl.rewards")
 T = TypeVar("T")
 
-CLOSE_GRACE_S = 3.0  # for idle workers to end or to be killed
-CANCEL_GRACE_S = 5.0  # for a coroutine to end after it was cancelled
+CLOSE_GRACE_S = 3.0  # for idle workers to end; then they are killed
+CANCEL_GRACE_S = 5.0  # for a cancelled coroutine; then its worker is killed
 LOAD_S = 300.0  # for a worker to import the functions
-MOST_STARTS = 3  # tries to start one successor
+MOST_STARTS = 3  # tries to start one successor, the first included
 _LONGEST_BACKOFF_S = 60.0
 _START_RETRY_S = 1.0
 _MOST_NAMED = 4  # calls that a message about a crash names
 
 
 def configured_rewards(config: RewardConfig, functions: Sequence[RewardSpec] = ()) -> list[RewardSpec]:
-    """The configured functions and judges. `functions`, if not empty, replace the configured functions. Errors: ConfigError."""
+    """The configured functions and judges. `functions`, if any, replace the configured functions. Errors: ConfigError."""
     specs = [*functions] or [RewardSpec(f.function, f.weight, f.name, f.components) for f in config.functions]
     for each in config.judge:
         fields = each.model_dump(exclude={"name", "weight", "criteria"})
@@ -88,29 +88,30 @@ def configured_rewards(config: RewardConfig, functions: Sequence[RewardSpec] = (
 
 
 class RewardPool:
-    """See the module docstring. The metric `reward/{fn}/errors` counts calls that failed and did not end the run."""
+    """Scores groups, see the module docstring. The metric `reward/{fn}/errors` counts failed calls; for a model, failed texts."""
 
     def __init__(
         self, config: RewardConfig, recorder: Recorder | None = None, functions: Sequence[RewardSpec] = ()
     ) -> None:
-        """`functions`, if not empty, replace the functions of `config`. Errors: ConfigError."""
+        """`functions`: as in `configured_rewards`. Errors: ConfigError."""
         self._config = config
         self._specs = configured_rewards(config, functions)
         self._recorder = recorder if recorder is not None else Recorder(max_events=0, nvtx=False)
         self._jitter = random.Random()  # not Python's global one, which a user may seed
-        # Callers wait here for a worker, in order.
-        self._coroutine_turn, self._blocking_turn = anyio.Lock(), anyio.Lock()
-        self._changed = anyio.Event()
-        # Gets no further call: an isolated call waits until this worker's calls have ended.
+        # Held by the first waiting caller of each kind. The later callers wait for the lock, in order.
+        self._coroutine_lock, self._blocking_lock = anyio.Lock(), anyio.Lock()
+        self._changed = anyio.Event()  # see `_notify`
+        # While an isolated call (`RewardCall`) waits, this worker gets no further calls.
         self._reserved: RewardWorker | None = None
         # The columns' names for each source of rows. A function that needs another column is refused when the pool opens.
         self.columns: Sequence[Sequence[str]] = ()
+        # Returns the entries of `trainer_state`, except `epoch`.
         self.progress: Callable[[], Mapping[str, Any]] = lambda: {"global_step": 0, "max_steps": None}
         self.generation_prompt: Callable[[Int32Array], str] = lambda prompt_ids: ""  # the end of a prompt, as text
-        # (base URL, key) of an endpoint of the policy, for functions that ask for it.
+        # Returns (base URL, key) of an endpoint of the policy, for functions with these arguments.
         self.open_endpoint: Callable[[], tuple[str, str]] | None = None
         self._open = False
-        # Known once the pool is open: the functions in order, and the weight of each component in the sum.
+        # Set when the pool opens: the functions in order, and the weight of each component in the reward.
         self.functions: list[LoadedFunction] = []
         self.weights: dict[str, float] = {}
         self._alive: set[RewardWorker] = set()
@@ -120,7 +121,7 @@ class RewardPool:
         self._lane: Lane | None = None
 
     def add_models(self, models: Sequence[tuple[RewardModel, float]], lane: Lane) -> None:
-        """Score by these models, too. `models`: pairs of a model and its weight. `lane`: of their device. The pool must be open.
+        """Score with these models, too. `models`: (model, weight). `lane`: the thread of their device. The pool must be open.
         Errors: ConfigError if two components have the same name."""
         names = [model.name for model, _ in models]
         if repeated := [name for name in names if names.count(name) > 1]:
@@ -131,11 +132,11 @@ class RewardPool:
         self.weights |= {model.name: weight for model, weight in models}
 
     def calls_at_once(self, size: int) -> int:
-        """How many calls with `size` completions may run at a time; known once the pool is open."""
+        """How many calls with `size` completions can at most run at the same time in all workers. The pool must be open."""
         in_worker = max(1, self._config.concurrency // size) if any(f.asynchronous for f in self.functions) else 1
         return self._config.workers * in_worker
 
-    # ---- life
+    # ---- opening and closing
 
     async def __aenter__(self) -> RewardPool:
         """Start all workers and load every function in each. Errors: ConfigError, RewardCrash, RewardTimeout, OSError."""
@@ -182,15 +183,15 @@ class RewardPool:
                 self._tasks.cancel_scope.deadline = anyio.current_time() + CLOSE_GRACE_S
                 await self._tasks.__aexit__(None, None, None)
         finally:
-            for process in self._alive:
-                process.kill()
             await self._end(*self._alive)
 
     async def _end(self, *processes: RewardWorker) -> None:
         """Kill these workers and wait until they have ended, even if this task is cancelled meanwhile."""
         cancelled = None
+        # Kill all before the first wait, so that they end at the same time.
         for process in processes:
             process.kill()
+        for process in processes:
             cancelled = await wait_shielded(process.ended) or cancelled
             self._alive.discard(process)
         if cancelled is not None:
@@ -199,7 +200,7 @@ class RewardPool:
     # ---- workers
 
     async def _keep(self, process: RewardWorker) -> None:
-        """Start a successor when the worker is worn or has ended, then a successor of the successor, and so on."""
+        """Let the worker serve. When it is worn or has ended, start a successor and let that serve, and so on."""
         while True:
             process.serving = True
             self._notify()
@@ -207,7 +208,7 @@ class RewardPool:
                 successor = await self._successor(process)
             except AsyncrlError as error:
                 self._broken = error
-                # Callers that wait for a worker raise now.
+                # Wake the callers that wait for a worker: they raise.
                 self._notify()
                 return
             successor.slot = process.slot
@@ -223,7 +224,7 @@ class RewardPool:
                 successor = await self._start()
             except AsyncrlError as error:
                 if self._open:
-                    logger.warning("%s; reward worker %d stays as no other can be started", error, process.pid)
+                    logger.warning("%s; reward worker %d goes on, because no successor can start", error, process.pid)
                 process.reset_wear()
                 continue
             assert self._tasks is not None
@@ -238,14 +239,14 @@ class RewardPool:
             try:
                 return await self._start()
             except (RewardTimeout, RewardCrash) as error:
-                logger.warning("%s; it is started again (%d of at most %d times)", error, tries, MOST_STARTS - 1)
+                logger.warning("%s; another is started (%d of at most %d times)", error, tries, MOST_STARTS - 1)
         return await self._start()
 
     async def _wait_ended(self, process: RewardWorker) -> None:
         await asyncio.wait([process.ended])
         await self._end(process)
 
-    def _check_wear(self, process: RewardWorker) -> None:
+    def _mark_if_worn(self, process: RewardWorker) -> None:
         max_mib, max_calls = self._config.worker_max_mib, self._config.worker_max_calls
         calls, grown = process.wear
         leaked = max_mib is not None and grown > max_mib << 20
@@ -259,7 +260,7 @@ class RewardPool:
         process.worn.set_result(None)
 
     async def _start(self) -> RewardWorker:
-        """Start one worker, add it to `_alive`, and load the functions in it."""
+        """Start one worker, add it to `_alive`, and load the functions in it. Errors: as `__aenter__`, and LifecycleError."""
         if not self._open:
             raise LifecycleError("the reward pool was closed while a worker started")
         try:
@@ -282,8 +283,7 @@ class RewardPool:
 
     async def _acquire(self, call: RewardCall) -> RewardWorker:
         """A worker with room for this call. Errors: LifecycleError if the pool is closed, RewardError if it is broken."""
-        # Callers of the same kind get workers in the order in which they asked.
-        async with self._blocking_turn if call.alone else self._coroutine_turn:
+        async with self._blocking_lock if call.alone else self._coroutine_lock:
             try:
                 return await self._wait_for_room(call)
             finally:
@@ -293,7 +293,7 @@ class RewardPool:
 
     async def _wait_for_room(self, call: RewardCall) -> RewardWorker:
         while True:
-            # Yield first, so that the event loop notices workers that have died, and the call gets none of them.
+            # Let the event loop run first, so that it notices dead workers, and the call gets none of them.
             await anyio.lowlevel.checkpoint()
             if not self._open:
                 raise LifecycleError("the reward pool was closed while a group waited for a worker")
@@ -310,15 +310,15 @@ class RewardPool:
         self._changed = anyio.Event()
 
     def _with_room(self, call: RewardCall) -> RewardWorker | None:
-        """The worker with the fewest calls, of those with room. An isolated call needs a worker without calls: while there is none,
-        one worker gets no further calls."""
+        """The worker with the fewest running calls among the workers with room for this call; None if there is none. An isolated
+        call needs a worker without calls. If there is none, `_with_room` reserves one worker, so that its calls end."""
         serving = [process for process in self._alive if process.serving and not process.hung_up]
         serving.sort(key=lambda process: (len(process.calls), process.slot))
         if call.isolated:
             if self._reserved not in serving:
                 self._reserved = next(iter(serving), None)
             return next((process for process in serving if not process.calls), None)
-        # A blocking call stops the coroutines of its worker, so their number does not matter.
+        # A blocking call stops the coroutines of its worker, so the number of coroutines does not matter.
         most_running = math.inf if call.alone else max(0, self._config.concurrency - call.size)
         for process in serving:
             has_room = not process.calls or sum(c.size for c in process.calls) <= most_running
@@ -335,11 +335,9 @@ class RewardPool:
     # ---- scoring
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The same trajectories, in order, with `components` and `reward` (the weighted sum of the components that apply).
-
-        A reward that the environment gave is added to the sum. Without functions and models nothing changes.
-        Errors: `RewardError` or a subclass if `on_error` is `fail`; `LifecycleError` if the pool is not open.
-        """
+        """Copies of the trajectories, in order, with `components` and `reward` (the weighted sum of the components that apply). A
+        reward that the environment gave is added to the sum. Without functions and models the trajectories are unchanged.
+        Errors: `RewardError` or a subclass if `on_error` is `fail` or no worker is left; `LifecycleError` if the pool is closed."""
         if not self._open:
             raise LifecycleError("the reward pool is not open; score inside `async with pool:`")
         scored = list(trajectories)
@@ -347,7 +345,7 @@ class RewardPool:
             scored = await self._score_by_functions(prompt, scored)
         if self._models and scored:
             with self._recorder.timed("time/reward"):
-                columns = {model.name: await self._column(model, prompt, scored) for model in self._models}
+                columns = {model.name: await self._scores_by(model, prompt, scored) for model in self._models}
             rows = [{name: column[i] for name, column in columns.items()} for i in range(len(scored))]
             scored = [with_scores(t, row, self.weights) for t, row in zip(scored, rows, strict=True)]
         return scored
@@ -363,9 +361,8 @@ class RewardPool:
             state = {**self.progress(), "epoch": float(prompt.epoch)}
 
             async def call(function: LoadedFunction) -> None:
-                request = {"function": function.index, "completions": len(members), "state": state}
-                request |= {"components": [*function.spec.components], "turns": turns}
-                request["arguments"] = function.select(arguments)
+                request = {"function": function.index, "completions": len(members), "state": state, "turns": turns}
+                request |= {"components": [*function.spec.components], "arguments": function.select(arguments)}
                 answers[function.name] = await self._call_or_default(function, prompt.group_id, members, request)
 
             # The first error cancels the other calls: their answers are not needed.
@@ -384,10 +381,10 @@ class RewardPool:
             scored.append(with_scores(trajectory, scores, self.weights, extras, by_turn))
         return scored
 
-    async def _column(
+    async def _scores_by(
         self, model: RewardModel, prompt: Prompt, trajectories: Sequence[Trajectory]
     ) -> list[float | None]:
-        """The scores of one model, after `on_error`. Errors: RewardError."""
+        """The scores of one model, with the defaults of `on_error` for failed ones. Errors: RewardError if `on_error` is `fail`."""
         label = f"reward model {model.name!r} (group {prompt.group_id})"
         scores: list[float | None] = [None] * len(trajectories)
         try:
@@ -400,10 +397,9 @@ class RewardPool:
                 work = partial(model.scores, [texts[index] for index in indices])
                 for index, value in zip(indices, await self._run_model(model, work, "scores"), strict=True):
                     scores[index] = value
+        except LifecycleError:  # the run ends and has closed the device's thread
+            raise
         except Exception as error:
-            # LifecycleError: the device's thread is closed, since the run ends.
-            if isinstance(error, LifecycleError):
-                raise
             reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
             failure = RewardError(f"{label} failed: {reason}")
             failure.__cause__ = error
@@ -423,7 +419,7 @@ class RewardPool:
     async def _call_or_default(
         self, function: LoadedFunction, group_id: int, members: Sequence[int], request: dict[str, Any]
     ) -> Answer:
-        """The answer. If `on_error` is not `fail`, None or 0 replaces the scores of a failed call, and each invalid score."""
+        """The answer. Unless `on_error` is `fail`, None or 0 replaces each invalid score, and all scores of a failed call."""
         answer: Answer | None = None
         try:
             answer = await self._call(function, group_id, request)
@@ -446,7 +442,7 @@ class RewardPool:
             return answer
 
     def _default_score(self, name: str, error: RewardError) -> float | None:
-        """The score that `on_error` puts in place of a failed one. Counts the error. Errors: `error` if `on_error` is `fail`."""
+        """The score that replaces a failed one: None or 0. Counts the error. If `on_error` is `fail`: raises `error` instead."""
         if self._config.on_error == "fail":
             raise error
         default = None if self._config.on_error == "none" else 0.0
@@ -455,7 +451,7 @@ class RewardPool:
         return default
 
     async def _call(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
-        """The answer, after up to `retries` further tries. Errors: `RewardError`, `RewardTimeout`, `RewardCrash`."""
+        """The answer, for async functions after up to `retries` more tries. Errors: RewardError, RewardTimeout, RewardCrash."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
         tries = 0
         while True:
@@ -472,7 +468,7 @@ class RewardPool:
                 await anyio.sleep(pause)
 
     async def _try_once(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
-        """One try. A call whose worker died because of another call is sent a second time."""
+        """One try. If the worker died and another call may be the cause, the call is sent a second time."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
         alone, isolated, was_resent = not function.asynchronous, False, False
         while True:
@@ -486,18 +482,18 @@ class RewardPool:
                 return await self._answer(function, group_id, request, process, call)
             except WorkerDiedError as died:
                 if not self._open:
-                    raise LifecycleError(f"the reward pool was closed while {what} was at work") from None
+                    raise LifecycleError(f"the reward pool was closed while {what} was running") from None
                 others = sorted(other.what for other in process.died_with if other is not call)
                 crashed = (
                     f"{what} crashed (group {group_id}): its worker {died.pid} {died.status} and is being replaced"
                 )
                 if others:
                     more = f", and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
-                    crashed += f"; in flight there were also {', '.join(others[:_MOST_NAMED])}{more}"
+                    crashed += f"; the worker also ran {', '.join(others[:_MOST_NAMED])}{more}"
                 may_be_innocent = process.kill_reason or (function.asynchronous and others)
                 if was_resent or not may_be_innocent:
                     raise RewardCrash(crashed) from None
-                # Any of the calls may have caused a crash, so this call runs without others.
+                # After a crash any call of the worker may be the cause, so this call runs in a worker without other calls.
                 isolated, was_resent = not process.kill_reason, True
                 alone |= isolated
                 logger.warning("%s; the call is sent again", process.kill_reason or crashed)
@@ -521,16 +517,16 @@ class RewardPool:
         except WorkerDiedError:
             self._release(process, call)
             raise
-        except BaseException as error:
-            # After a deadline or a cancellation the worker may still run the call.
+        # After a missed deadline or a cancellation of the caller the worker may still run the call.
+        except TimeoutError:
             late = f"{what} did not answer within {limit_s:g} s (group {group_id})"
-            if not isinstance(error, TimeoutError):
-                self._abandon(process, call, number, f"the caller of {what} (group {group_id}) was cancelled")
-                raise
             self._abandon(process, call, number, late)
             how = f"its worker {process.pid} was killed and is being replaced" if call.alone else "it was cancelled"
             raise RewardTimeout(f"{late}; {how}") from None
-        self._check_wear(process)
+        except BaseException:
+            self._abandon(process, call, number, f"the caller of {what} (group {group_id}) was cancelled")
+            raise
+        self._mark_if_worn(process)
         self._release(process, call)
         if "error" in reply:
             raise RewardError(f"{what} failed (group {group_id}): {remote_text(reply['error'])}")
@@ -538,7 +534,7 @@ class RewardPool:
 
     @contextmanager
     def _deadlines_moved(self, process: RewardWorker, call: RewardCall, limit_s: float) -> Iterator[None]:
-        """Move the deadlines of the worker's coroutines by the time of a blocking call, during which coroutines cannot run."""
+        """If `call.alone`, move the deadlines of the worker's coroutines by the time of the call: a blocking call stops them."""
         others = [other for other in process.calls if call.alone and other is not call]
         started = anyio.current_time()
         for other in others:
@@ -550,21 +546,20 @@ class RewardPool:
                 other.scope.deadline -= limit_s - (anyio.current_time() - started)
 
     def _abandon(self, process: RewardWorker, call: RewardCall, number: int | None, why: str) -> None:
-        """End a call without a caller: cancel its coroutine, or kill its worker."""
-        if number is None:  # the request was not sent
-            self._release(process, call)
-        elif call.alone or not self._open:
-            process.kill_reason = why
-            process.kill()
-            self._release(process, call)
-        else:
+        """End a call whose caller no longer waits: cancel its coroutine, or kill its worker. `number`: None if it was not sent."""
+        if number is not None and self._open and not call.alone:
             assert self._tasks is not None
             process.cancel(number)
             self._tasks.start_soon(self._wait_cancelled, process, call, number, why, name=f"end of {call.what}")
+            return
+        if number is not None:
+            process.kill_reason = why
+            process.kill()
+        self._release(process, call)
 
     async def _wait_cancelled(self, process: RewardWorker, call: RewardCall, number: int, why: str) -> None:
         """Wait for a cancelled coroutine, and kill its worker if the coroutine does not end in time. A coroutine cannot end while
-        a blocking call runs, so the remaining time of such calls is added."""
+        a blocking call runs, so the remaining time of a blocking call is added."""
         now = anyio.current_time()
         blocked_s = sum(max(0.0, other.scope.deadline - now) for other in process.calls if other.alone)
         call.scope = anyio.CancelScope(deadline=now + CANCEL_GRACE_S + blocked_s)

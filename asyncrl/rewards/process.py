@@ -1,10 +1,10 @@
-"""The pool's handle on one reward worker: it sends requests, takes replies, measures wear and ends the process.
+"""`RewardWorker`, the pool's handle on one worker process: it sends requests, takes replies, measures wear and ends the process.
 
-The process that is started here is the worker's guard (concurrency/guard.py), and the worker is its child. Before the guard ends it
-kills the worker and every process of the worker. The guard's exit status is the worker's.
+This module starts the worker's guard (concurrency/guard.py), and the guard starts the worker as its child. Before the guard ends,
+it kills the worker and every process that the worker started. The guard exits with the exit status of the worker.
 
     {"id": n} + cloudpickle       pool -> worker    load the functions, or call one of them
-    {"id": n, "cancel": true}     pool -> worker    cancel the coroutine of that request; its reply follows when it has ended
+    {"id": n, "cancel": true}     pool -> worker    cancel the coroutine of request n, which replies when it has ended
     {"id": n, "grown": bytes, "answer": ..., "error": ...}
                                   worker -> pool    `answer` or `error`; `grown`: memory gained since the functions' first calls
 
@@ -29,15 +29,15 @@ from asyncrl.errors import ConfigError, RewardCrash, RewardTimeout, TransportErr
 from .calls import LoadedFunction, RewardSpec, remote_text
 
 MODULE = "asyncrl.rewards.worker"
-# Usual time from the end of the channel to the end of the process. After twice this time the process is killed.
+# If the worker closed the channel: how long an error waits for the exit status. After twice this time the worker is killed.
 _EXIT_GRACE_S = 1.0
-# Time for exit handlers after `hang_up`. Then the worker is killed.
+# After `hang_up` the worker has this time for its exit handlers. Then it is killed.
 _LEAVE_GRACE_S = 2.0
 _THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 class WorkerDiedError(Exception):
-    """The process ended in the middle of a request; `status` says how, in words."""
+    """The worker ended before it replied. `status` says how, such as "exited with status 1"."""
 
     def __init__(self, pid: int, status: str) -> None:
         super().__init__(f"worker {pid} {status}")
@@ -47,12 +47,11 @@ class WorkerDiedError(Exception):
 
 @dataclass(eq=False, slots=True)
 class RewardCall:
-    """One call of a reward function, waiting for a worker or running. `alone`: its worker begins no other call meanwhile."""
+    """One call of a reward function, which waits for a worker or runs. `alone`: its worker begins no other call while it runs."""
 
     what: str
     alone: bool
-    # The number of completions.
-    size: int
+    size: int  # the number of completions
     # Sent again after a crash that other calls may have caused: it begins in a worker without calls.
     isolated: bool = False
     # The deadline of this scope is the deadline of the call.
@@ -60,45 +59,42 @@ class RewardCall:
 
 
 class RewardWorker:
-    """States: running, leaving (`hang_up`, `kill`), ended. The pool must call `hang_up` or `kill`, and then await `ended`."""
+    """One worker process, and its guard. The pool must call `hang_up` or `kill`, and then await `ended`."""
 
     def __init__(self, folder: str) -> None:
-        """Starts the process in `folder`. The first request must be `load`. Errors: OSError."""
+        """Starts the process in the working directory `folder`. The first request must be `load`. Errors: OSError."""
         self._loop = asyncio.get_running_loop()
         self._last_id = 0
-        # Replies by request. The result None means that the worker died first.
+        # Replies by the number of the request. The result None means that the worker died first.
         self._replies: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
-        # How the worker broke the protocol, if it was killed for that: its exit status does not say so.
+        # If the worker was killed because it broke the protocol: what it did. Its exit status does not say so.
         self._status = ""
-        # Memory in bytes that the worker gained since the first calls of its functions.
-        self._grown = 0
-        self._wear_start = (0, 0)
-        # Done when the worker is worn: the pool must start a successor.
+        self._grown = 0  # bytes gained since the first calls of the functions
+        self._wear_start = (0, 0)  # (calls, bytes) at the last `reset_wear`
+        # The pool sets the result when the worker is worn (`pool.py`), and then starts a successor.
         self.worn = self._loop.create_future()
         # The worker's number in the pool. A successor gets the number of the worker that it replaces.
         self.slot = 0
-        # The channel is closed, so the worker takes no requests. The guard may still be killing the worker and its processes.
+        # True: the channel is closed, so the worker takes no requests. The guard may still be killing the worker and its processes.
         self.hung_up = False
-        # True while the pool gives calls to the worker: its functions are loaded, and no successor serves.
+        # True after the load of its functions, until a successor replaces the worn worker. It stays True if the worker dies.
         self.serving = False
-        # The worker's running calls; and the calls that were running when it died.
-        self.calls: set[RewardCall] = set()
-        self.died_with: frozenset[RewardCall] = frozenset()
-        # Why the pool killed the worker, as a sentence about the call that was the cause. Empty if the pool did not kill it.
+        self.calls: set[RewardCall] = set()  # the running calls
+        self.died_with: frozenset[RewardCall] = frozenset()  # the calls that ran when the channel was closed
+        # Why the pool killed the worker: a clause about the call that was the cause. Empty if no call was the cause.
         self.kill_reason = ""
         environment = os.environ | _THREADS
         self._child = ChildProcess(
             "reward worker", MODULE, environment=environment, folder=folder, guarded=True, notify=self._on_readable
         )
-        # The process id of the guard. `load` replaces it by the worker's.
-        self.pid = self._child.pid
+        self.pid = self._child.pid  # of the guard; `load` sets that of the worker
         self.ended = self._child.ended
         self.ended.add_done_callback(lambda _: self._on_hang_up())
 
     @property
     def wear(self) -> tuple[int, int]:
         """(calls that have ended, bytes gained), both since the last `reset_wear`."""
-        # The first request loads the functions.
+        # The first request is no call: it loads the functions.
         calls = self._last_id - 1 - len(self._replies)
         return calls - self._wear_start[0], self._grown - self._wear_start[1]
 
@@ -142,11 +138,11 @@ class RewardWorker:
         return self._last_id
 
     def cancel(self, number: int) -> None:
-        """Cancel the coroutine of this request."""
+        """Ask the worker to cancel the coroutine of this request."""
         self._child.channel.send({"id": number, "cancel": True})
 
     async def reply(self, number: int) -> dict[str, Any]:
-        """Wait for the reply to this request. If the wait is cancelled, it can be repeated. Errors: `WorkerDiedError`."""
+        """Wait for the reply to this request. After a cancelled wait the caller may wait again. Errors: `WorkerDiedError`."""
         await asyncio.wait([reply := self._replies[number]])
         del self._replies[number]
         if (message := reply.result()) is None:
@@ -164,7 +160,7 @@ class RewardWorker:
         self._on_hang_up()
 
     def _on_readable(self) -> None:
-        """Take replies from the channel. A reply to a request that has ended already is discarded."""
+        """Take replies from the channel. A reply for which nobody waits any more is discarded."""
         try:
             while (message := self._child.channel.take()) is not None:
                 self._grown = int(message["grown"])
@@ -173,10 +169,10 @@ class RewardWorker:
                     reply.set_result(message)
         except EOFError:
             self._on_hang_up()
-            # A worker that runs on without its socket is of no use.
+            # A worker that closed its end of the channel can send no reply, so it is killed if it goes on.
             self._child.hang_up(2 * _EXIT_GRACE_S)
         except (TransportError, KeyError, TypeError, ValueError):
-            self._status = "wrote bytes into the protocol's socket that are no message"
+            self._status = "wrote bytes that are no message into the protocol's socket"
             self.kill()
 
     def _on_hang_up(self) -> None:

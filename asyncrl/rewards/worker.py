@@ -1,11 +1,11 @@
-"""The worker process, `python -m asyncrl.rewards.worker FD`: a new interpreter, not a fork of the run. Its parent is a guard.
+"""The worker process, which calls reward functions: `python -m asyncrl.rewards.worker FD`. FD: descriptor of a socket to the run.
 
-Everything runs in the **main thread**, which `signal.alarm` needs. The worker ends when the run closes its end of the socket. Calls
-of `async def` functions are tasks of one event loop. Other calls run one at a time while that loop is stopped, so that they may run
-loops of their own. The guard, a process (concurrency/guard.py), kills the worker when the run dies, even during a call. The kernel
-kills the worker when the guard dies. Prints of the user's code to stdout go to the run's stderr; replies go through the socket.
-
-Imports: the standard library, orjson, and what the user's functions import. Never torch: start-up time counts.
+* The worker is a new interpreter, not a fork of the run. It ends when the run closes the socket. Its parent, the guard, kills it
+  when the run dies, even during a call (concurrency/guard.py). The kernel kills the worker when the guard dies.
+* Everything runs in the **main thread**, which `signal.alarm` needs. Calls of `async def` functions are tasks of one event loop.
+  Any other call runs while this loop is stopped, so that the function may run an event loop itself.
+* Prints of the user's code to stdout go to the run's stderr. Replies go through the socket.
+* Imports: the standard library, orjson, and what the user's functions import. Never torch: workers must start fast.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from asyncrl.telemetry.output import lossy_output
 _FROZEN = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 _OUR_FILES = frozenset((__file__, forms.__file__, imports.__file__, importlib.__file__, *_FROZEN))
 _PAGE = os.sysconf("SC_PAGESIZE")
-_NICENESS = 10  # reward code yields to the lane's torch threads
+_NICENESS = 10  # the run's torch threads get the processors first
 
 
 class Function:
@@ -49,7 +49,7 @@ class Function:
         self.asynchronous = is_async(call)
         self.whole_group = whole_group
         self.check = columns_check(call)
-        # Parameter names that may be passed by keyword, and whether all others may, too (**kwargs).
+        # Names of parameters, and whether any other argument may be passed by keyword, too (**kwargs).
         self.named: list[str] = []
         self.takes_all = False
         for parameter in inspect.signature(call).parameters.values():
@@ -61,7 +61,7 @@ class Function:
                 self.named.append(parameter.name)
 
     def begin(self, request: dict[str, Any], log: Log) -> Any:
-        """Call the function. The caller must await an awaitable result."""
+        """Call the function with the arguments of a request. If the result is awaitable, the caller must await it."""
         extra = {"trainer_state": SimpleNamespace(**request["state"]), "log_metric": log.metric, "log_extra": log.extra}
         taken = {name: extra[name] for name in extra if self.takes_all or name in self.named}
         self.check(request["arguments"])
@@ -69,21 +69,21 @@ class Function:
 
 
 class Log:
-    """Collects what one call logs: TRL's `log_metric` and `log_extra`, and the entries of verl's dictionaries beside the score."""
+    """Collects what one call logs, by TRL's `log_metric` and `log_extra`, and by mappings with other values beside the score."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, list[float]] = {}
         self._extras: dict[str, list[Any]] = {}
 
     def metric(self, name: str, value: Any) -> None:
-        """Log a number of this call. The mean of all numbers under one name is kept."""
+        """Log a number of this call. Of several numbers with one name the mean is logged, for each completion."""
         number = as_number(value)
         if number is None:
             raise UsageError(f"log_metric({name!r}, ...) was given {brief(value)}; expected a number")
         self._metrics.setdefault(str(name), []).append(number)
 
     def extra(self, column: str, values: Any) -> None:
-        """Log values of a column. All calls together must give one value for each completion, in order."""
+        """Log values of a column. All calls for a column together must give one value for each completion, in order."""
         self._extras.setdefault(str(column), []).extend(values)
 
     def columns(self, completions: int) -> dict[str, list[Any]]:
@@ -98,7 +98,7 @@ class Log:
 
 
 def _json(value: Any) -> Any:
-    """The value for JSON; its text if JSON has no such type (at most 80 characters)."""
+    """The value in types that JSON has. Objects of other types become texts; `shown(value)` if orjson refuses the value."""
     value = plain(value)
     try:
         return orjson.loads(orjson.dumps(value, default=lambda v: str(plain(v)), option=orjson.OPT_NON_STR_KEYS))
@@ -112,7 +112,7 @@ def plain(value: Any) -> Any:
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float, also infinite or NaN; None for text and anything else that is not a real number."""
+    """The value as a float, which may be infinite or NaN. None for text and anything else that is not a real number."""
     value = plain(value)
     try:
         return None if isinstance(value, (str, bytes, bytearray)) else float(value)
@@ -122,7 +122,7 @@ def as_number(value: Any) -> float | None:
 
 def as_list(answer: Any, completions: int) -> list[Any]:
     """The values of an answer, one for each completion. Errors: `UsageError` if the answer has another length, or is neither an
-    iterator nor indexed (as a list, or an array of one dimension)."""
+    iterator nor a sequence of one dimension (a list, an array)."""
     refused = isinstance(answer, (str, bytes, bytearray, memoryview, Mapping, Set))
     sized = hasattr(answer, "__getitem__") and hasattr(answer, "__len__")
     indexed = sized and len(getattr(answer, "shape", (0,))) == 1  # a list has no shape, but one dimension
@@ -137,7 +137,7 @@ def as_list(answer: Any, completions: int) -> list[Any]:
 
 
 def check_scores(values: Sequence[Any]) -> tuple[list[float | None], list[tuple[int, str]]]:
-    """Returns (a finite float or None for each value, (index, text) of each value that is anything else)."""
+    """(scores, invalid values as (index, text)). A score is a finite float, or None for a value that is None or invalid."""
     numbers = [None if value is None else as_number(value) for value in values]
     kept = [number if number is not None and math.isfinite(number) else None for number in numbers]
     invalid = [index for index, number in enumerate(kept) if number is None and values[index] is not None]
@@ -145,8 +145,8 @@ def check_scores(values: Sequence[Any]) -> tuple[list[float | None], list[tuple[
 
 
 def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[str]] = ()) -> list[Function]:
-    """Import paths are imported, bytes are cloudpickled callables. `columns`: the columns' names of each data set, if
-    known. Errors: `ConfigError`; those of the user's code; `UsageError` for a function that cannot score one of the data sets."""
+    """Loads the functions: import paths, or callables that cloudpickle made bytes. `columns`: the names of the columns of each data
+    set, if known. Errors: `ConfigError`; those of the user's code; `UsageError` for a function that cannot score a data set."""
     functions = []
     for source in sources:
         found = imports.load_object(source) if isinstance(source, str) else pickle.loads(source)
@@ -164,15 +164,13 @@ def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[st
 
 
 def describe_error(error: BaseException, loading: bool) -> dict[str, str]:
-    """The error of a reply, with a traceback from the first frame of the user's code on.
-
-    An error while loading is one line with its place, because the traceback of an import is mostly Python's own.
-    """
+    """The error of a reply: its message, and the traceback from the first frame of the user's code on. If `loading`: no traceback,
+    and the message names file and line, because most frames of an import are Python's own."""
     message = f"{type(error).__name__}: {error}"
     traced: BaseException | None = error
     if loading:
         message, traced = imports.raised(error), None
-    # Our own errors need no traceback; an error of the user, if there is one, is the cause.
+    # Our own errors need no traceback. If an error of the user's code caused one, show the traceback of the cause.
     if isinstance(error, (UsageError, ConfigError)):
         message, traced = str(error), None if loading else error.__cause__
     text = ""
@@ -189,7 +187,7 @@ def _utf8(text: str) -> str:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs: mapped files do not leak. 0 on a system without /proc."""
+    """Memory of this process in bytes, without mapped files, which do not leak. 0 on a system without /proc."""
     try:
         with open("/proc/self/statm", encoding="utf-8") as file:
             _, resident, shared, *_ = file.read().split()
@@ -199,22 +197,23 @@ def anonymous_bytes() -> int:
 
 
 class SocketSession:
-    """The functions of a worker and their calls. `loop` runs coroutines; it is stopped while a function that is not async runs."""
+    """Serves the requests of the run. `loop` runs coroutines, and is stopped while a function that is not async runs."""
 
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         self._sock = sock
         self._loop = loop
         self._pid = os.getpid()
         self._functions: list[Function] = []
-        self._called: set[int | None] = set()  # functions; None: the request that loads them
-        self._expected = 0  # memory in bytes after the last first call of a function
+        self._called: set[int | None] = set()  # indices of called functions; None: all were loaded
+        # Memory in bytes after the latest call that was the first one of its function.
+        self._baseline = 0
         self._data = bytearray()  # the received part of a message
         self._tasks: dict[int, asyncio.Task[None]] = {}  # coroutines by request
-        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()  # requests that `serve` runs
-        self._over = False
+        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()  # requests for `_run_sync`
+        self._over = False  # the socket is closed
 
     def serve(self) -> None:
-        """Serve requests until the other end of the socket closes."""
+        """Serve requests until the run closes the socket."""
         while not self._over:
             self._loop.add_reader(self._sock, self._receive)
             try:
@@ -247,7 +246,7 @@ class SocketSession:
             return
         try:
             request = pickle.loads(message["data"])
-        except BaseException as error:  # raised by an object of the user's
+        except BaseException as error:  # of a user's object that is unpickled
             return self._reply(number, {}, error)
         if "function" in request and self._functions[request["function"]].asynchronous:
             self._tasks[number] = self._loop.create_task(self._run_async(number, request))
@@ -260,7 +259,7 @@ class SocketSession:
         answer: Any
         try:
             answer = _content(await self._functions[request["function"]].begin(request, log), log, request)
-        # SystemExit and a cancellation included: they end this call, and not the worker.
+        # Includes SystemExit and CancelledError: they end this call, and not the worker.
         except BaseException as error:
             answer = error
         del self._tasks[number]
@@ -274,12 +273,12 @@ class SocketSession:
                 answer = self._load(request)
             else:
                 answer = self._functions[request["function"]].begin(request, log)
-                if inspect.isawaitable(answer):  # the function is not an `async def`
+                if inspect.isawaitable(answer):  # although the function is no `async def`
                     answer = self._loop.run_until_complete(asyncio.wait_for(answer, None))
                 answer = _content(answer, log, request)
         except BaseException as error:
             answer = error
-        # An alarm that the function left set must not go off in the next call.
+        # Stop the alarm, if the function has set one: it must not go off in the next call.
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._reply(number, request, answer)
 
@@ -291,22 +290,19 @@ class SocketSession:
         return {"pid": self._pid, "functions": found}
 
     def _reply(self, number: int, request: dict[str, Any], answer: Any) -> None:
-        """`answer`: the content, or the error that was raised."""
+        """Send a reply. `answer`: the result of `_content` or `_load`, or the error that was raised."""
         self._exit_if_forked()
         memory = anonymous_bytes()
-        # Many first calls load models and tables, which stay: that growth is not a leak.
+        # The first call of a function may load models and tables that stay in memory. This growth is not a leak.
         if request.get("function") not in self._called:
             self._called.add(request.get("function"))
-            self._expected = memory
-        if self._over:  # a cancelled call; the socket is closed
+            self._baseline = memory
+        if self._over:  # the call was cancelled because the socket is closed
             return
-        reply: dict[str, Any] = {"id": number, "grown": max(0, memory - self._expected)}
-        if isinstance(answer, BaseException):
-            reply["error"] = describe_error(answer, not self._functions)
-        else:
-            reply["answer"] = answer
+        failed = isinstance(answer, BaseException)
+        result: Any = {"error": describe_error(answer, not self._functions)} if failed else {"answer": answer}
         try:
-            self._sock.sendall(encode(reply))
+            self._sock.sendall(encode({"id": number, "grown": max(0, memory - self._baseline), **result}))
         except OSError:  # the run was killed
             self._over = True
             self._loop.stop()
@@ -318,7 +314,7 @@ class SocketSession:
 
 
 def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
-    """The content of a reply. The values of a mapping that are not scores are logged."""
+    """The fields of `calls.Answer`. In mappings, the values that are not scores are logged."""
     completions, parts = request["completions"], request["components"]
     values = as_list(answer, completions)
     rows = [value if isinstance(value, Mapping) else {} for value in values]
@@ -340,7 +336,7 @@ def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turn_rewards(value: Any, turns: int) -> list[float] | None:
-    """The rewards of the replies, if `value` is a list with a finite number for each. `turns`: their number; 0: not recorded."""
+    """The rewards of `turns` replies, if `value` is a list with a finite number for each; else None. `turns` 0: not recorded."""
     values = plain(value)
     if not turns or not isinstance(values, (list, tuple)) or len(values) != turns:
         return None
@@ -349,13 +345,13 @@ def _turn_rewards(value: Any, turns: int) -> list[float] | None:
 
 
 def main(descriptor: int) -> None:
-    """Serve until the other end of the socket `descriptor` closes."""
+    """Serve until the run closes the socket. `descriptor`: of our end of the socket."""
     os.nice(_NICENESS)
     sock = socket.socket(fileno=descriptor)
     # A subprocess of the user's function must not keep the socket open.
     sock.set_inheritable(False)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker loses no printed line
-    # Without `lossy_output` a print would fail once nobody reads the output any more.
+    # Without `lossy_output` a print would raise after the reader of the output has gone.
     with asyncio.Runner() as runner, sock, lossy_output():
         SocketSession(sock, runner.get_loop()).serve()
 

@@ -1,4 +1,4 @@
-"""Opens the ports of a run. `real.py` and `workers.py` open the ports that need a model."""
+"""Opens the ports of a run: ledger, engine, trainer, rewards. `real.py` and `workers.py` open the ports that need a model."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ async def open_ports(run: OpenRun) -> None:
     decided, config, stack = run.decided, run.config, run.stack
     dry, engine_kind = config.train.kind == "dry_run", config.engine.kind
     if dry != (engine_kind == "dry_run"):
-        raise ConfigError(f"engine.kind={engine_kind} with train.kind={config.train.kind}: both are dry_run or none is")
+        raise ConfigError(f"engine.kind={engine_kind}, train.kind={config.train.kind}: set both or neither to dry_run")
     ledger = await stack.enter_async_context(run.ledger or make_ledger(run))
-    # Before the model, which may take minutes to load, so that a mistake in the user's code ends the start at once.
+    # Imported before the model is loaded, which may take minutes: a mistake in the user's code then ends the start at once.
     hooks = import_code(config, decided.environment, decided.hooks)
-    world, pool = run.world, _reward_functions(run)
+    world, pool = run.world, _make_pool(run)
     if world.generates:
         run.stages.show(f"starting reward workers: {config.reward.workers}")
         await stack.enter_async_context(pool)
@@ -123,16 +123,16 @@ def _scores_groups(config: Config, environment: Environment, pool: RewardPool) -
 async def _environment_and_rewards(
     run: OpenRun, pool: RewardPool, trainer: Trainer, engine: Engine
 ) -> tuple[Environment, RewardPool]:
-    """`pool` is open on a rank that generates. Errors: ConfigError."""
+    """The environment and the rewards of this rank. `pool`: open if the rank generates. Errors: ConfigError."""
     if not run.world.generates:
         absent = Absent(_configured_weights(run))
         return cast(Environment, absent), cast(RewardPool, absent)
-    environment = _environment(run, pool, trainer)
+    environment = _make_environment(run, pool, trainer)
     _add_models(run, pool, trainer)
     if run.agents is not None:
         run.endpoint = await run.stack.enter_async_context(lazy_endpoint(run.config, run.agents, engine.generate))
         if any(function.asks_policy for function in pool.functions):
-            # One key of the endpoint allows only 256 open requests, so calls use eight keys in turn.
+            # A key of the endpoint allows only 256 requests at a time, so the calls of reward functions use eight keys in turn.
             pool.open_endpoint = cycle([run.endpoint.open(None) for _ in range(8)]).__next__
     roles, expected = run.world.roles, _configured_weights(run)
     if not set(roles.train) <= set(roles.generate) and expected.keys() != pool.weights.keys():
@@ -165,14 +165,14 @@ async def _open_role_parts(run: OpenRun) -> None:
     elif leader is not None:
         run.role_parts.calls = CallQueue(await run.connections.to(leader), f"rank {leader}")
     if (siblings := world.siblings) is not None:
-        # Waits for all siblings: the leader sends calls only to connected siblings.
+        # A barrier: the leader may send calls to its siblings only when they all are connected.
         await run.lanes[0].run(lambda: siblings.all_gather_bytes(b""), name="start/siblings")
 
 
 def _first_group(run: OpenRun) -> int:
-    """The first id for groups that a program or a door submits. Lower ids belong to prompts of the run's data."""
+    """The first id for groups that a program or a door submits. Prompts of the run's data have ids below `EMBEDDED_GROUPS`."""
     rank = run.world.rank
-    # Nobody submits groups to a run whose ranks have different roles.
+    # A run whose ranks have different roles refuses submitted groups.
     if run.saved is None or run.world.roles.differ:
         return EMBEDDED_GROUPS + rank
     return run.saved.next_group(rank)
@@ -186,23 +186,23 @@ def make_ledger(run: OpenRun) -> Any:
     if run.line is None:
         return LocalLedger(Reservation(*bounds, warmup=rollout.sync_warmup_steps), run.recorder)
     has_prompts = run.decided.rows is not None or config.data.train is not None
-    # Only the run's own prompts spread evenly over the ranks. Groups of a program or a door may all arrive at one rank.
-    shares_per_rank = config.preset == "sync" and has_prompts and not world.roles.differ
+    # Whether ranks have equal shares of a step. Groups of a program or a door, unlike the run's prompts, may all reach one rank.
+    by_rank = config.preset == "sync" and has_prompts and not world.roles.differ
     trainers = world.roles.leaders if world.roles.differ else ()
-    # A rank replays groups that it has trained. So the id of a group chooses its training rank, for a rerun with the same groups.
+    # Whether a group's id determines its training rank. A rank replays only what it trained, so a rerun replays the same groups.
     by_id = config.preset == "sync" and config.replay.size > 0
-    books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, shares_per_rank, trainers, by_id)
+    books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, by_rank, trainers, by_id)
     books.set_generating(world.roles.generate)
     return LineLedger(run.line, books, world.rank, recorder=run.recorder, follows=world.follows)
 
 
 async def _open_gather(run: OpenRun) -> Gather:
-    """The `Gather` of the ranks that build steps. Uses the trainer's lane, so that all ranks run their collectives in one order."""
+    """The `Gather` collective of the ranks that build steps, on the trainer's lane: all ranks need one order of collectives."""
     world, lane = run.world, run.lanes[0]
     if not world.leads or len(world.roles.leaders) == 1:
         return gather_alone
     if isinstance(lane, SimulatedLane):
-        # The lane of a dry run runs its closures on the event loop, which has to serve this rank while other ranks are late.
+        # A lane of a dry run runs its closures on the event loop, which must not block while a collective waits for other ranks.
         lane = await run.stack.enter_async_context(ThreadLane("collectives", run.recorder))
     ranks = world.leaders
 
@@ -227,9 +227,9 @@ def _limits(run: OpenRun) -> Limits:
     return Limits(total=total, vocabulary=int(policy.config.get_text_config().vocab_size), routes=routes)
 
 
-def _reward_functions(run: OpenRun) -> RewardPool:
+def _make_pool(run: OpenRun) -> RewardPool:
     pool = RewardPool(run.config.reward, run.recorder, run.decided.rewards)
-    # Hooks may add columns, so the columns are known only without hooks.
+    # Hooks may add columns, so the columns are known only if there are no hooks.
     if run.decided.hooks is None and run.config.hooks is None:
         rows = run.decided.rows
         pool.columns = known_columns(run.config) + ([] if rows is None else [columns_of(rows, run.config)])
@@ -237,7 +237,7 @@ def _reward_functions(run: OpenRun) -> RewardPool:
 
 
 def _add_models(run: OpenRun, pool: RewardPool, trainer: Trainer) -> None:
-    """Add the reward models to the reward functions. Errors: ConfigError if two of them have the same name."""
+    """Add the reward models, and the progress of the run, to the pool. Errors: ConfigError if two rewards have the same name."""
     last = last_version(run.config, run.base, run.decided.row_count)
     pool.progress = lambda: {"global_step": trainer.version, "max_steps": last}
     if run.reward_models:
@@ -251,15 +251,14 @@ def _reward_weights(run: OpenRun, reward: RewardPool) -> dict[str, float]:
     if overlong.cache is not None:
         if OVERLONG in weights:
             raise ConfigError(
-                f"a reward function is named {OVERLONG!r}, as the component of reward.overlong.cache; give it another "
-                "`name`"
+                f"a reward function is named {OVERLONG!r}, as the component of reward.overlong.cache; give it another `name`"
             )
         weights[OVERLONG] = overlong.weight
     return weights
 
 
 def _configured_weights(run: OpenRun) -> dict[str, float]:
-    """The weights of the reward components as the configuration has them. Loads no reward function."""
+    """Name of a reward component -> weight, from the configuration. Loads no reward function."""
     reward = run.config.reward
     specs = configured_rewards(reward, run.decided.rewards)
     weights = {name: w for each in specs for name, w in each.weights(each.name or _name(each.function)).items()}
@@ -267,13 +266,13 @@ def _configured_weights(run: OpenRun) -> dict[str, float]:
 
 
 def _name(function: Any) -> str:
-    """The name of a function, or the end of its address. Reward workers use the name, which may differ from the address."""
+    """A function's name. For an address its last part, although the function there may have another `__name__`."""
     if isinstance(function, str):
         return function.replace(":", ".").rpartition(".")[2]
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _environment(run: OpenRun, pool: RewardPool, trainer: Trainer) -> Environment:
+def _make_environment(run: OpenRun, pool: RewardPool, trainer: Trainer) -> Environment:
     config, tokenizer = run.config, run.tokenizer
     chosen, arguments = config.reward.text.model_dump(), config.data.chat_template_kwargs
     text = CompletionText(tokenizer, **chosen, arguments=arguments, recorder=run.recorder)
@@ -300,7 +299,7 @@ def _environment(run: OpenRun, pool: RewardPool, trainer: Trainer) -> Environmen
 
 
 async def _open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
-    # Importing transformers takes seconds: a dry run does without, and the import runs in a thread, not on the loop.
+    # transformers takes seconds to import: a thread imports it, because the loop must not block, and a dry run does not import it.
     run.stages.show("importing transformers")
     real = await offload(lambda: import_module("asyncrl.runtime.real"), "import")
     return await real.open_real(run)  # type: ignore[no-any-return]  # loaded by name
@@ -343,7 +342,7 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
 
 
 class ByteTokenizer:
-    """The tokenizer of a dry run: UTF-8 bytes, so that prompts get plausible lengths without a model. The zero byte ends a turn."""
+    """A tokenizer for dry runs: a token is a byte of UTF-8, so prompts have plausible lengths. The zero byte is the EOS token."""
 
     chat_template: str | None = None
     eos_token_id, eos_token = 0, "\0"
@@ -364,7 +363,7 @@ class ByteTokenizer:
 
 
 class ChatBytes(ByteTokenizer):
-    """A ByteTokenizer with a chat template, which writes only the first letter of a role, so that prompts stay short."""
+    """The tokenizer of a dry run: a ByteTokenizer whose chat template writes only the first letter of each role."""
 
     chat_template = "role[0] content"
 
@@ -375,13 +374,13 @@ class ChatBytes(ByteTokenizer):
 
 
 class DryVersions:
-    """The version from which the engine of a dry run samples. On a rank that trains a `WeightSink`, on any other rank the source
-    of the versions that rank 0 sends."""
+    """Holds the version from which the engine of a dry run samples. A rank that trains calls `update_weights` (a `WeightSink`).
+    A rank that only generates calls `next`."""
 
     engine: WeightSink  # set later: making the engine needs this object
 
     def __init__(self, version: int, remote: Remote | None) -> None:
-        """`version`: at the start. `remote`: None on rank 0."""
+        """`version`: the version at the start. `remote`: brings versions from rank 0; needed for `next`."""
         self.version, self._remote = version, remote
         self._next_was_called = False
 
@@ -390,7 +389,7 @@ class DryVersions:
         await self.engine.update_weights(version)
 
     async def next(self) -> int:
-        """The version of the start, then each version that rank 0 sends."""
+        """The first call returns the version at the start. Each later call waits for a newer version, and returns the newest."""
         version = self.version
         if self._next_was_called:
             assert self._remote is not None
@@ -404,7 +403,7 @@ class Absent:
     """Stands in for the engine, the environment and the rewards on a rank that only trains (`distributed.roles`)."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """`weights`: name of a reward component -> weight."""
+        """`weights`: name of a reward component -> weight; None: this object stands in for the engine."""
         self.weights = weights or {}
 
     async def __aenter__(self) -> Absent:
@@ -420,8 +419,6 @@ class Absent:
         return
 
     async def generate(self, request: Any) -> NoReturn:
-        raise LifecycleError(
-            "this rank only trains (distributed.roles): it has no engine, no environment and no rewards"
-        )
+        raise LifecycleError("this rank only trains (distributed.roles): it has no engine, environment or rewards")
 
     run = score = generate

@@ -1,4 +1,4 @@
-"""The decisions of a run before any part is opened: device, dtype, resolved settings, and the objects that the program passed.
+"""What is decided before any part of a run is opened: device, dtype, resolved settings, and the objects that the program passed.
 
 `model.dtype: auto` means:
 
@@ -6,8 +6,8 @@
     CPU with AVX512-BF16 or AMX            bfloat16
     other devices                          float32
 
-Measured CPU times of bfloat16, divided by the times of float32. Training of SmolLM2-135M: 0.56 with AVX512-BF16, 2.3 with AVX-512
-alone, 17 with AVX2. Decoding of 32 sequences: 0.59, 2.2 and 2.6.
+The reason, measured on CPUs: the time with bfloat16 divided by the time with float32. Training of SmolLM2-135M: 0.56 with
+AVX512-BF16, 2.3 with AVX-512 alone, 17 with AVX2. Decoding of 32 sequences, on the same CPUs: 0.59, 2.2 and 2.6.
 
 A resumed run keeps its first dtype on any machine, because the saved weights and optimizer state have that dtype. A resumed run
 also keeps the date that a chat template writes into prompts.
@@ -48,7 +48,7 @@ from .progress import Stages
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The decisions about a run. `directory` is not locked yet, and the ranks of `world` have not met."""
+    """The result of `decide`. `directory` is not locked yet, and the ranks of `world` are not connected yet."""
 
     config: Config  # resolved
     world: World
@@ -60,8 +60,8 @@ class Decided:
     environment: Environment | Callable[..., Any] | None = None
     hooks: Hooks | None = None
     rows: PromptRows | None = None
-    row_count: int | None = None  # training prompts; None if groups are submitted
-    engine_is_auto: bool = False  # whether `generation.engine` was chosen here
+    row_count: int | None = None  # rows of `data.train` or of the program; None without these
+    engine_was_auto: bool = False  # whether `decide` chose `generation.engine`
 
 
 async def decide(
@@ -76,16 +76,16 @@ async def decide(
     checked: bool = False,
     world: World | None = None,
 ) -> Decided:
-    """Decide about a run. The arguments are those of `Runtime`; with `checked` only the user's code remains to be checked. Errors:
-    ConfigError and DataError for the settings, and for the files and code that the settings name."""
+    """Check and resolve the settings of a run. The arguments are those of `Runtime`. If `checked`, only the user's code is checked.
+    Errors: ConfigError and DataError for the settings, and for the files and code that the settings name."""
     stages.begin("checking the device, the settings and the files that they name")
     if world is None:
         world = World.from_env()
         world.roles = Roles.resolve(config.distributed, world.world_size)
         if world.roles.listens:
             require_secret("distributed.listen is set, so nodes may join that know the secret of the run")
-    engine_is_auto = config.generation.engine == "auto"
-    # Without any source of prompts the program that embeds the Runtime submits groups.
+    engine_was_auto = config.generation.engine == "auto"
+    # If there is no source of prompts, the program that embeds the Runtime submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
     require_free_lanes(config, world.roles)
     if submitted and world.roles.differ and config.train.kind == "torch":
@@ -103,7 +103,7 @@ async def decide(
     stages.begin("reading the prompts")
     rows = None if prompts is None else await offload(lambda: load_rows(prompts), "prompts")
     count = await offload(lambda: row_count(resolved, rows), "prompts")
-    return Decided(resolved, world, device, lines, directory, rewards, environment, hooks, rows, count, engine_is_auto)
+    return Decided(resolved, world, device, lines, directory, rewards, environment, hooks, rows, count, engine_was_auto)
 
 
 def choose_settings(
@@ -123,8 +123,8 @@ def choose_dtype(
     config: Config, local_rank: int = 0, ranks: int = 1, cards: Cards | None = None
 ) -> tuple[Config, torch.device, tuple[str, ...]]:
     """Returns (the configuration with `model.dtype` and `data.date` filled in, the device, sentences for the terminal). Call before
-    `resolve`. `ranks`: the number of ranks on this machine. `cards`: None: the GPUs that torch sees. Errors: ConfigError for a
-    device that this machine does not have."""
+    `resolve`. Dry runs: unchanged, on the CPU. `ranks`: number of ranks on this machine. `cards`: None: the GPUs that torch sees.
+    Errors: ConfigError for a device that this machine does not have."""
     if config.train.kind != "torch":
         return config, torch.device("cpu"), ()
     cards = cards or Cards()
@@ -152,9 +152,9 @@ def choose_dtype(
 
 
 def choose_device(name: str, local_rank: int, ranks: int = 1, cards: Cards | None = None) -> torch.device:
-    """The device for `model.device`: `auto` is the GPU of this rank, or the CPU without a GPU; `cuda` is the GPU of this rank.
-    A GPU is returned with its index, since some calls of torch need the index. `ranks`, `cards`: as for `choose_dtype`.
-    Errors: ConfigError if there is no such GPU, or fewer GPUs than ranks."""
+    """The device for `name` (`model.device`). `cuda`: the GPU of this rank. `auto`: the GPU of this rank, or the CPU if torch sees
+    no GPU. A GPU is returned with its index, since some calls of torch need the index. `ranks`, `cards`: as for `choose_dtype`.
+    Errors: ConfigError if there is no such GPU, if `name` has an index and `ranks` > 1, or if 1 < number of GPUs < `ranks`."""
     count = (cards or Cards()).count
     if name == "auto" and not count:
         return torch.device("cpu")
@@ -172,7 +172,7 @@ def choose_device(name: str, local_rank: int, ranks: int = 1, cards: Cards | Non
         if device.index >= count:
             raise ConfigError(f"model.device is {name}, and torch sees {count} GPU(s) here: cuda:0 to cuda:{count - 1}")
         return device
-    # A launcher may show each rank a single GPU. If ranks share this GPU, NCCL refuses the run and names the ranks.
+    # A launcher may show each rank a single GPU, its own. If ranks share a GPU nevertheless, NCCL refuses the run and names them.
     if count == 1:
         return torch.device("cuda", 0)
     if count < ranks:
@@ -195,7 +195,7 @@ def best_dtype(device: torch.device, cards: Cards | None = None) -> tuple[DtypeN
 
 
 def chosen_settings(config: Config) -> dict[str, str]:
-    """Automatic settings that must be the same on all ranks."""
+    """Name -> value of the settings that each rank chooses by itself and that must be equal on all ranks."""
     names = "model.dtype", "distributed.sharding", "train.tokens_per_microbatch"
     return {name: str(get(config, name)) for name in names}
 

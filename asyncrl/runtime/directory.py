@@ -2,7 +2,7 @@
 
 runs/<name>/
   config.yaml          the resolved configuration
-  .lock                while a run is alive: its process (DirectoryLock)
+  .lock                while a run is alive: the pid and host of its process (DirectoryLock)
   job.json             the launcher's job and the number of its start, so that `resume: auto` recognises a restart of the same job
   metrics.jsonl        one line per policy version
   rollouts/step_N.jsonl, rollouts/rank_R/step_N.jsonl
@@ -13,8 +13,8 @@ runs/<name>/
   checkpoints/step_N/  Hugging Face format, with the trainer's state in `state/`; `checkpoints/latest` links to the newest
 runs/<name>.<when>/    an old run that `run.overwrite` moved aside; the newest two are kept
 
-Guarantee: a file that no run of this name wrote is not overwritten. `run.overwrite` removes no old run whose directory has such a
-file. If `runs/<name>` is a link, the link is kept, and an old run moves beside the link's target.
+Guarantee: no run overwrites a file that no run wrote. `run.overwrite` removes no old run whose directory has such a file.
+If `runs/<name>` is a link, the link is kept, and an old run moves beside the link's target.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from asyncrl.distributed.launcher import restart_phrase, this_start
 from asyncrl.errors import ConfigError, DirectoryLost
 from asyncrl.telemetry.sinks import each_row
 
-# Old runs that `run.overwrite` keeps. With checkpoints of a real model each takes gigabytes.
+# Number of old runs that `run.overwrite` keeps. With checkpoints of a real model each takes gigabytes.
 KEPT_ASIDE = 2
-# `run.overwrite` writes this file, with the new name, into an old run. A directory without this file is never removed.
+# `run.overwrite` writes this file, with the new name of the directory, into an old run. A directory without it is never removed.
 MARK = ".moved-aside"
 # The directories and files of a run, also of earlier versions.
 FOLDERS = {"rollouts", "workers", "checkpoints", "profile", "tensorboard", "wandb"}
@@ -70,12 +70,12 @@ class RunDirectory:
         self.report = self.path / "report.html"
         self.workers = self.path / "workers"
         self.checkpoints = self.path / "checkpoints"
-        # The target if `path` is a link, for example to a larger disk.
+        # The target of `path` if `path` is a link, for example to a larger disk; else `path`.
         self.real = Path(os.path.realpath(self.path)) if self.path.is_symlink() else self.path
-        self.lost = False  # the directory belongs to another run, or is gone
+        self.lost = False  # whether the directory belongs to another run, or is gone
         self._lock = DirectoryLock(self.real)
         self.spare_descriptors = Reserve()
-        # A sentence if this start is a launcher's restart of the same job.
+        # A sentence for the terminal, if this start is a launcher's restart of the same job; else None.
         self.restart: str | None = None
         # Whether the run resumes from a checkpoint. If there are several ranks, rank 0 decides (meeting.py).
         self.resumes = config.resume is True
@@ -96,7 +96,7 @@ class RunDirectory:
             if self.resumes and not self.config_file.exists():
                 raise ConfigError(f"resume=true: {self.path} holds no run (no config.yaml); check run.dir and run.name")
             self.spare_descriptors.keep()
-            # The other ranks check nothing else: rank 0 may be writing the files at this moment.
+            # Other ranks check nothing more: rank 0 may be writing the files at this moment.
             return self._open(config) if is_first else []
         except OSError as error:
             raise ConfigError(unusable_message(self.path, error)) from error
@@ -107,8 +107,8 @@ class RunDirectory:
         self._lock.release()
 
     def check_still_ours(self) -> None:
-        """Call before each write. Blocks. Errors: DirectoryLost, once, if the directory was moved, removed or taken by another run.
-        Nothing may be written afterwards: `path` may belong to another run."""
+        """Call at each version and checkpoint. Blocks. Errors: DirectoryLost, once, if the directory was moved, removed or taken by
+        another run. Nothing may be written afterwards: `path` may belong to another run."""
         if not self.lost and (reason := self._lock.find_loss()) is not None:
             self.lost = True
             raise DirectoryLost(
@@ -117,7 +117,7 @@ class RunDirectory:
             )
 
     def refuse_foreign(self) -> None:
-        """Errors: ConfigError for files that a run would overwrite and that no run wrote, and for a link to a missing target."""
+        """Errors: ConfigError for files that a run would overwrite and that no run wrote, and for a link to no directory."""
         if self.path.is_symlink() and not self.path.is_dir():
             raise ConfigError(
                 f"{self.path} is a link to {self.real}, which is no directory; make that directory, or remove the link"
@@ -134,7 +134,7 @@ class RunDirectory:
 
     def _open(self, config: Config) -> list[str]:
         if self.path.is_symlink():
-            # `acquire` would create the missing target of a link.
+            # Before `acquire`, which would create the missing target of the link.
             self.refuse_foreign()
         warning = self._lock.acquire()
         lines = [line for line in (warning, self.restart) if line is not None]
@@ -149,21 +149,21 @@ class RunDirectory:
                 )
             lines += self._move_aside(config.run.name)
         elif self.restart is None:
-            # Files of a run that ended before its first step.
+            # Remove files of a run that ended before its first step.
             for path in (self.metrics, self.trace, self.report):
                 path.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        # The resumed run may have been moved aside before. Without MARK no later run removes this directory.
+        # A user may resume a run that was moved aside. A later run removes such a directory, unless MARK is missing.
         (self.path / MARK).unlink(missing_ok=True)
         # Fail now, and not at the first checkpoint.
         for folder in (self.checkpoints, self.rollouts):
             if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-        # config.yaml is first: `refuse_foreign` takes a lone job.json for a file that no run wrote.
+        # config.yaml first: `refuse_foreign` would take a job.json without a config.yaml for a file that no run wrote.
         for name, text in (("config.yaml", to_yaml(config)), ("job.json", orjson.dumps(this_start()).decode())):
             partial = self.path / f"{name}.partial"
             partial.write_text(text, encoding="utf-8")
-            # The next start reads the file, so a kill must not leave half of it.
+            # `replace` is atomic: a kill must not leave half of a file, because the next start reads it.
             partial.replace(self.path / name)
         return lines
 
@@ -187,13 +187,13 @@ class RunDirectory:
             )
         pattern = re.compile(re.escape(self.real.name) + r"\.\d{8}-\d{6}(?:-\d+)?")
         found = (path for path in self.real.parent.iterdir() if pattern.fullmatch(path.name) and not path.is_symlink())
-        # Oldest first. MARK excludes a directory that a person gave such a name.
+        # Oldest first. A directory without MARK is none of these: a person may have given it such a name.
         moved_before = sorted(path for path in found if _text(path / MARK) == path.name)
         target = self.real.with_name(f"{self.real.name}.{datetime.now():%Y%m%d-%H%M%S-%f}")
         (self.real / MARK).write_text(target.name, encoding="utf-8")
         self.real.rename(target)
         self._lock.release()
-        # Makes and locks a new directory. ConfigError if another run, started at the same time, has locked it first.
+        # Makes and locks a new directory. Raises ConfigError if another run that was started at the same time is first.
         self._lock.acquire()
         lines = [f"run.overwrite: the run that was here is now {target}; the newest {KEPT_ASIDE} such runs are kept"]
         for old in moved_before[: max(len(moved_before) + 1 - KEPT_ASIDE, 0)]:
@@ -206,7 +206,7 @@ class RunDirectory:
 
 
 def _foreign_paths(run: Path, *, files: bool) -> str:
-    """Names of the entries of `run` that no run made: directories, other runs, links, and with `files` also files."""
+    """Names, joined by commas, of what no run made in `run`: directories, links to directories, other runs; if `files`, files."""
 
     def is_foreign(path: Path) -> bool:
         own = FOLDERS if path.is_dir() else FILES
@@ -253,16 +253,16 @@ class DirectoryLock:
     The process takes two `flock` locks. The lock on the directory survives the removal of files. The lock on the file `.lock` is
     also seen by other machines on a shared file system, and the file names the holder. A run removes the file at its end; after a
     kill the file remains, unlocked. On a file system without locks, and after a directory is moved, removed or replaced, only
-    `find_loss` protects the runs from each other: a run calls it before each write."""
+    `find_loss` protects the runs from each other: a run calls it at each version and checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.path = directory / ".lock"
-        self._descriptors: list[int] = []  # of the directory and of the file
-        self._content = b""  # of this run's .lock
+        self._descriptors: list[int] = []  # of the directory and of the file; empty: unlocked
+        self._content = b""  # what this run wrote into `.lock`
 
     def acquire(self) -> str | None:
-        """Take the lock without waiting. Returns a warning if the file `.lock` cannot be locked.
+        """Take the lock, or fail at once. Returns a warning if the file system cannot lock the file `.lock`; else None.
         Errors: ConfigError that names the holder; OSError if the directory or the file cannot be made."""
         warning: str | None = None
         with contextlib.ExitStack() as undo:
@@ -284,7 +284,7 @@ class DirectoryLock:
                     except OSError as error:
                         if error.errno not in _UNSUPPORTED:
                             raise
-                        # The file is locked last. Its lock is enough to refuse a second run.
+                        # The loop locks the file last, and keeps only that warning: the file's lock alone refuses a second run.
                         warning = f"{self._directory} cannot be locked ({error.strerror}): start no second run there; "
                         warning += "the first run would end"
             _held.add(self)
@@ -297,19 +297,19 @@ class DirectoryLock:
         return warning
 
     def find_loss(self) -> str | None:
-        """None while the directory is this run's; else what happened to the directory. Works without a free descriptor, too."""
+        """None while the directory is this run's or not locked; else what happened to the directory. Needs no free descriptor."""
         if not self._descriptors or (self._names_open_files() and self._is_unchanged()):
             return None
         current = self._directory.stat() if self._directory.exists() else None
         if current is None or not os.path.samestat(os.fstat(self._descriptors[0]), current):
             return "it was moved or removed"
-        # Another run would have made a new `.lock`.
+        # Another run would have made a new `.lock`. Without `.lock` the directory is still this run's.
         return f"another run writes there ({self._holder()})" if self.path.exists() else None
 
     def release(self) -> None:
-        """Remove the file and release the lock. May be called twice."""
+        """Remove the file `.lock` and release the locks. May be called twice."""
         if self._descriptors:
-            # `dir_fd`, because the directory may have been moved. Before the unlock, because later the file may be another run's.
+            # `dir_fd`, because the directory may have been moved. Before the unlock: afterwards another run may lock the file.
             with contextlib.suppress(OSError):
                 if self._is_unchanged():
                     os.unlink(self.path.name, dir_fd=self._descriptors[0])
@@ -340,7 +340,7 @@ class DirectoryLock:
 
 
 def _close_in_child() -> None:
-    """A forked child has copies of the descriptors. With them the lock would outlive the run."""
+    """Close a forked child's copies of the descriptors. Open copies would keep the lock after the end of the run."""
     for lock in list(_held):
         lock._close_descriptors()
 

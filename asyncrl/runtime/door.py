@@ -1,6 +1,6 @@
 """The shared-memory door: groups that other processes push (`asyncrl.client`) become groups of a Runtime.
 
-`asyncrl run` opens the door with the setting `door: {ring: my-run}`. A program of your own opens the door so:
+`asyncrl run` opens the door with the setting `door: {ring: my-run}`. A program of your own opens the door like this:
 
     async with RecordRing("my-run") as ring, Runtime(config) as runtime:
         await serve(runtime, ring)          # until the training ends or the ring is closed
@@ -14,9 +14,9 @@
 * There is no await between the commit (or drop) of a group and the release of its records, so a resumed run does not train the
   records twice.
 * A record that cannot be trained is refused and released (`records/check.py`). If a step or the reward function fails on a group
-  that passed this check, that group is dropped. The second failure of a kind ends the run.
-* Records that are neither trained nor refused when the run ends stay in the ring for the next run of this name. Open the ring
-  before the Runtime and close it afterwards: a closed ring cannot release records, so the next run would train them again.
+  that passed this check, that group is dropped. A second such failure ends the run; with several ranks, the first failed step does.
+* Records that are not trained, dropped or refused during the run stay in the ring, for the next run with a ring of this name. Close
+  the ring after the Runtime: a closed ring cannot release the records of trained groups, so the next run would train them again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def limits_of(runtime: Runtime) -> Limits:
 
 
 class _Door:
-    """A listener of the Runtime: `push` is called at each commit of a step, and `close` at the end of the training."""
+    """Takes records from a ring, and passes whole groups to the intake. As a listener of the Runtime it gets `push` at each commit
+    of a step, and `close` at the end of the training."""
 
     def __init__(self, runtime: Runtime, ring: RecordRing, statistics: DoorStatistics) -> None:
         self._ring = ring
@@ -70,13 +71,13 @@ class _Door:
         self.scope = anyio.CancelScope()
 
     def push(self, report: StepReport) -> None:
-        """Publish the new version to the producers, and drop groups that are now too old."""
+        """Show producers the new version, and drop incomplete groups that are now too old."""
         with contextlib.suppress(anyio.ClosedResourceError):  # the ring may be closed first
             self._ring.publish_version(report.version)
         self._gathering.end_stale(report.version, self._max_age)
 
     def close(self) -> None:
-        """End `run`: no further step can use a group."""
+        """End `run`, because no further step can use a group."""
         self.scope.cancel()
 
     def producer_gone(self, producer: bytes) -> None:
@@ -116,7 +117,7 @@ class _Door:
 
 
 def ring_name(config: Config, rank: int) -> str:
-    """The name of the rank's own ring. Errors: ConfigError if `door.ring` is not set."""
+    """The name of this rank's ring. Errors: ConfigError if `door.ring` is not set."""
     if config.door.ring is None:
         raise ConfigError("door.ring is not set: name the ring that producers attach to")
     return config.door.ring if rank == 0 else f"{config.door.ring}-{rank}"
@@ -138,12 +139,11 @@ def ring_of(config: Config) -> RecordRing:
 async def serve(runtime: Runtime, ring: RecordRing, statistics: DoorStatistics | None = None) -> DoorStatistics:
     """Feed `runtime` from `ring` until the training ends or the ring is closed. To stop earlier, cancel the call.
     `runtime` and `ring` stay open. Records of incomplete groups are not released, so the next run gets them.
-    `statistics`: is updated during the call and returned. Errors: StallError under `door.on_timeout: error`."""
+    `statistics`: is updated during the call and returned; None: a new object. Errors: StallError under `door.on_timeout: error`."""
     counts = statistics or DoorStatistics()
     door = _Door(runtime, ring, counts)
     ring.publish_version(runtime.version)
     ring.recorder = runtime.recorder
-    # The Runtime has only a weak reference to `door`. The ring keeps `door` alive as long as this callback is set.
     ring.on_producer_end = door.producer_gone
     for line in ring.damage:  # found at the opening
         runtime.note(line)

@@ -31,8 +31,8 @@ class LazyEndpoint:
         self._listening = anyio.Event()
 
     def open(self, session: Session | None, branch: str = "") -> tuple[str, str]:
-        """(base URL, key) for an episode; None: for requests of no episode, which are not trained. Errors: ConfigError without the
-        extra, or if the endpoint cannot listen."""
+        """(base URL, key) for a branch of the episode of `session`. None: for requests of no episode, which are not trained.
+        Errors: ConfigError if the extra `http` is not installed, or if the endpoint cannot listen."""
         if self._endpoint is None:
             from asyncrl.endpoint.endpoint import Endpoint
             from asyncrl.http.access import Address
@@ -46,17 +46,17 @@ class LazyEndpoint:
                 count=self._agents.recorder.count,
             )
         address = self._endpoint.open(session, branch)
-        # After `open`, so that an error of listening fails only this call, not the run.
+        # Wakes `serve`. After `Endpoint.open`, so that a port that cannot be opened fails only this call, not the run.
         self._listening.set()
         return address
 
     def end(self, session: Session) -> None:
-        """The episode has ended."""
+        """End the keys of an episode that has ended."""
         if self._endpoint is not None:
             self._endpoint.end(session)
 
     async def serve(self) -> None:
-        """Answers requests once there is an endpoint."""
+        """Waits for the first `open`, then answers requests."""
         await self._listening.wait()
         assert self._endpoint is not None
         await self._endpoint.serve()
@@ -69,7 +69,7 @@ class LazyEndpoint:
 
 @asynccontextmanager
 async def lazy_endpoint(config: Config, agents: Agents, generate: Generate) -> AsyncIterator[LazyEndpoint]:
-    """Lets `agents` open the endpoint. The endpoint closes when the context ends."""
+    """Lets `agents` open the endpoint. The endpoint closes at the end of the block."""
     endpoint = LazyEndpoint(config, agents, generate)
     agents.open_endpoint, agents.end_endpoint = endpoint.open, endpoint.end
     async with plain_task_group() as tasks:

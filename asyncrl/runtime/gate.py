@@ -1,7 +1,7 @@
 """The gate chooses the path on which a run computes its model: the first path that agrees with eager transformers.
 
     probe       a few layers of the same class with the model's own weights (models/probe.py)
-    comparison  training log-probs, gradients and the cached sampler against transformers' eager model (gate_trial.py)
+    comparison  training log-probs, gradients and the log-probs of our sampler, against transformers' eager model (gate_trial.py)
     paths       fused, packed, plain (models/paths.py), fastest first; a path that disagrees, or fails, is not used
 
 If no path agrees, the model is refused with all differences. The comparison is in float32, where rounding is far below the bounds.
@@ -63,13 +63,13 @@ class Verdict:
     """The results of all compared paths."""
 
     name: str  # of the model's class
-    layers: int  # of the probe
-    total: int  # layers of the model
+    probe_layers: int
+    model_layers: int
     results: tuple[Result, ...]
     seconds: float
     # A sentence on the rotary frequencies, if they depend on the length of the rows; else empty.
     rotary: str = ""
-    notes: tuple[str, ...] = ()  # sentences on frozen weights
+    notes: tuple[str, ...] = ()  # sentences on frozen weights, or weights without adapters
 
     @property
     def chosen(self) -> Result | None:
@@ -107,7 +107,7 @@ class Verdict:
         return lines + [f"note: not used: {result}" for result in self.results[: self.results.index(chosen)]]
 
     def _extent(self) -> str:
-        return f"{self.layers} of {self.total} layers, float32"
+        return f"{self.probe_layers} of {self.model_layers} layers, float32"
 
 
 def check_model(
@@ -120,16 +120,16 @@ def check_model(
     checkpointing: bool = False,
     sharded: bool = False,
     paths: Sequence[ModelPath] = PATHS,
-    every: bool = False,
+    all_paths: bool = False,
     show: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Compare paths on `device` until a path agrees, or all paths if `every` is set.
+    """Compare paths on `device` until a path agrees, or all paths if `all_paths` is set.
 
-    `module`: as loaded. If it is on the meta device, the probe has random weights. `dtype`: the run's dtype; the
-    plain path must also run in this dtype. `longest`: tokens of the run's longest row; None: all rows are within
-    the original context. `sharded`: the layers are sharded over the ranks, so the packed path must agree and the plain path is
-    excluded. `paths`: in the order of the comparison. `show`: is called with a sentence before each comparison.
-    Errors: ConfigError if no small copy of the model can be built, or the model itself fails.
+    `module`: the model as it was loaded. If it is on the meta device, the probe has random weights. `dtype`, `lora`,
+    `checkpointing`: settings of the run; the plain path must run in `dtype`, too. `longest`: tokens of the run's longest row; None:
+    no row exceeds the original context (`rotary.original_context`). `sharded`: if the layers are sharded over the ranks, the packed
+    path must agree, and plain is excluded. `paths`: in the order of comparison. `show`: gets a sentence before each comparison.
+    Errors: ConfigError if no small copy can be built, or the model itself fails, is not causal, or has too few positions.
     """
     started = time.perf_counter()
     name = type(module).__name__
@@ -164,7 +164,7 @@ def check_model(
         for number, path in enumerate(paths, 1):
             show(f"checking the model: path {number} of {len(paths)} ({path.name}), {layers}")
             results.append(_compare(trial, path))
-            if results[-1].agrees and not every:
+            if results[-1].agrees and not all_paths:
                 break
     mark_unreached(module, trial.families_without_gradient)
     notes = describe_adapted(module, lora) if lora and lora.rank else describe_frozen(module, frozen_names(module))
@@ -186,7 +186,7 @@ def _trial(module: PreTrainedModel, device: torch.device | str, *, long_rows: bo
 
 
 def _require_same_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None:
-    """Errors: ConfigError for a model in which parts were replaced after its class built them: the probe has other parts."""
+    """Errors: ConfigError if parts of the model were replaced after its class built them: its class gives a probe other parts."""
     classes = {name: f"{type(part).__module__}.{type(part).__qualname__}" for name, part in module.named_modules()}
     for name, part in probe.named_modules():
         expected = f"{type(part).__module__}.{type(part).__qualname__}"
@@ -199,7 +199,7 @@ def _require_same_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None
 
 
 def _positions_end(module: PreTrainedModel, longest: int) -> int | None:
-    """`probe.position_limit` at the first width at which the class can be built; None if no width can be built."""
+    """The most tokens of a row, if the model fails on rows of `longest` tokens; else None. None also if no probe can be built."""
     for width in WIDTHS:
         with contextlib.suppress(Exception):  # the class may raise anything
             return position_limit(module, longest, width=width)
@@ -212,7 +212,7 @@ def check_run_model(
     device: torch.device | str = "cpu",
     show: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """`check_model` with the settings of a run. Errors: also ConfigError for settings that the chosen path does not support."""
+    """`check_model` with the settings of a run. Errors: ConfigError, also if no path agrees or a setting excludes the path."""
     verdict = check_model(
         module,
         device,
@@ -247,11 +247,11 @@ def _layers(module: PreTrainedModel) -> int:
 
 @contextlib.contextmanager
 def _conditions(device: torch.device) -> Iterator[None]:
-    """For the comparison: one thread, no TF32, and no warnings of transformers about the probe, such as those about kernels that
-    are not installed. Errors: ConfigError if products are still rounded to TF32: no model would agree."""
+    """Inside the block torch uses one thread and no TF32, and warnings about the probe are hidden, such as those about kernels that
+    are not installed. Errors: ConfigError if products are still rounded to TF32: no path would agree."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     disabled = logging.root.manager.disable
-    # A probe is so small that more threads would mainly wait for each other, for seconds on a busy machine.
+    # A probe is so small that several threads would mostly wait for each other, for seconds on a busy machine.
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     logging.disable(logging.WARNING)

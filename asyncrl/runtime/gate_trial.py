@@ -1,12 +1,12 @@
 """Compares a path's results on a probe with those of transformers' unmodified eager model.
 
-    training    our forward and backward of a packed microbatch (ragged rows, shared prompts, completions that begin alike, a row
-                past every window and original context of the probe), against the eager model
-    sampler     our cache with a shared prompt, prompts longer than a prefill, rows that end at different tokens, and a new
-                version in between, against an eager forward over prompt and completion
+    training    the path's forward and backward of a packed microbatch (ragged rows, shared prompts, completions that begin alike,
+                a row past every window, and with `long_rows` past the original context), against the eager model
+    sampler     the engine's cache with a shared prompt, prompts longer than a prefill (not on the plain path), rows that end at
+                different tokens, and a new version in between, against an eager forward over prompt and completion
 
-All comparisons are in float32. The eager side shares only the weights with the path, and has no cache. It computes each row alone,
-because a class may mix the rows of a batch.
+All comparisons are in float32. The eager side shares only the weights with the path, and has no cache. The eager side computes
+each row alone, because a model's class may mix the rows of a batch.
 
 Shape legend: S scored tokens, L tokens of a row, V vocabulary.
 """
@@ -46,19 +46,19 @@ from asyncrl.types import (
     Trajectory,
 )
 
-# (prompt, completions) in tokens. A row of 28 passes a window of 8 and an original context of 16 (models/probe.py). The first two
+# (prompt, completions) in tokens. A row of 28 passes a window of 8, and a short original context (models/probe.py). The first two
 # completions of a group have `_SHARED` tokens in common, so a tree has three levels.
 _GROUPS = ((7, (13, 9, 4)), (2, (26,)))
 _SHARED = 4
-# (prompt, completion, whether the prompt is the previous request's). A matrix product of a new size is compiled, which takes longer
-# than its computation. So every prefill has 12 tokens. Before the new version 16 + 8 = 2 x 12 tokens are prefilled, because a
-# prompt's last token is decoded; after the new version 16 + 8 + 3 x 4 = 3 x 12. Two of the three rows end at the same step.
+# (tokens of the prompt, tokens of the completion, whether the prompt is that of the previous request). The compilation of a matrix
+# product of a new size takes longer than the product. So every prefill has 12 tokens. A prompt's last token is decoded, so before
+# the new version 16 + 8 = 2 x 12 tokens are prefilled, and after it 16 + 8 + 3 x 4 = 3 x 12. Two of three rows end at one step.
 _REQUESTS = ((17, 5, False), (17, 6, True), (9, 5, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
 # For the plain path: both prompts of 17 tokens in one prefill, so that their rows share a cache and end at different steps.
 _PLAIN_PREFILL = 64
 _NEW_VERSION = 4  # decode steps before the new version
-_LONGEST = 40  # tokens of a row
+_LONGEST = 40  # most tokens of a row
 NATS = 1e-4  # largest allowed difference of a log-prob
 RELATIVE = 1e-4  # largest allowed relative error of a gradient
 
@@ -66,7 +66,7 @@ RELATIVE = 1e-4  # largest allowed relative error of a gradient
 @dataclass(frozen=True, slots=True)
 class Distance:
     """How far a path is from the eager model. logprobs, sampler: largest difference in nats. gradients: largest norm(error) /
-    norm(eager gradient) of a parameter. The divisor is at least 0.001 of the largest such norm: tiny gradients do not count."""
+    norm(eager gradient) of a parameter. The divisor is at least 0.001 of the largest such norm: tiny gradients count less."""
 
     logprobs: float
     gradients: float
@@ -97,21 +97,20 @@ class Trial:
         """`probe`, `long_rows`: as in models/probe.py. `lora`, `checkpointing`, `dtype`: the run's settings. Errors: any exception
         of the model's class."""
         self.probe = probe
-        self._untouched = copy.deepcopy(probe)  # some models keep state of a forward
+        self._untouched = copy.deepcopy(probe)  # for each path: some models keep state after a forward
         self._lora = lora
         self._checkpointing = checkpointing
         self._dtype = dtype
         self._random = np.random.default_rng(0)
         self._long_rows = long_rows
-        text = probe.config.get_text_config()
         limits = [] if long_rows else [original_context(probe.config), max_positions(probe.config)]
         self._longest = min([_LONGEST, *(limit for limit in limits if limit is not None)])
-        self._vocabulary = int(text.vocab_size)
+        self._vocabulary = int(probe.config.get_text_config().vocab_size)
         # Tokens repeat, so a layer that chooses keys has to choose among equal keys.
         self._test_row = self._tokens(6)[self._random.integers(0, 6, self._longest)]
         with torch.no_grad():
             self._test_logits_LV = self._logits(self._test_row)
-        # Softens the distribution. At temperature 1 rounding and the choice of a token could hide every other difference.
+        # Softens the distribution. In a sharp one, rounding and the choice of a token could hide every other difference.
         self.temperature = max(1.0, round(float(self._test_logits_LV.std(-1).mean()) / 2, 1))
         self.rows = self._make_rows()
         self.batch: Microbatch = pack_groups(self.rows, 1 << 20)[0]
@@ -137,8 +136,8 @@ class Trial:
         return logp_S, gradients
 
     def _logits(self, tokens: Int32Array | Int64Array) -> Tensor:
-        """[L] tokens -> [L, V]. If rows outgrow their original context the row is padded to `_longest`, because the class chooses
-        its rotary frequencies by the length. The padding changes nothing in a causal model (`check_causal`)."""
+        """[L] tokens -> [L, V]. With `long_rows` the row is padded to `_longest`, because the class chooses its rotary frequencies
+        by the length of the row. The padding changes nothing in a causal model (`check_causal`)."""
         length = self._longest if self._long_rows else tokens.size
         padded = np.pad(tokens.astype(np.int64), (0, length - tokens.size), mode="edge")
         inputs = torch.from_numpy(padded)[None].to(self.probe.device)
@@ -153,7 +152,7 @@ class Trial:
 
     @torch.no_grad()
     def check_causal(self) -> None:
-        """Errors: ConfigError if later tokens change the log-probs of earlier ones, which no sampler can reproduce."""
+        """Errors: ConfigError if later tokens change the log-probs of earlier tokens: a sampler does not know the later tokens."""
         tokens, length = self._test_row, self._test_row.size
         whole = self._logprobs(tokens, 1, self._test_logits_LV)
         for part in (length // 4, length - 3):
@@ -173,7 +172,7 @@ class Trial:
         """How far the path is from the eager model. Errors: ConfigError if the path refuses the model; any error of the model."""
         distance = self._run(path, "float32")
         if path.name == "plain" and self._dtype != "float32" and distance.agrees:
-            # Some classes fail in another dtype. Without this trial they would fail in the middle of a run.
+            # Some classes fail in other dtypes than float32. Without this call they would fail in the middle of a run.
             try:
                 self._run(path, self._dtype)
             except Exception as error:
@@ -223,12 +222,12 @@ class Trial:
                 ended.append((request, row, torch.from_numpy(generation.logprobs)))
                 core.remove(slot)
             if decoded == _NEW_VERSION:
-                # The weights are the same, and the caches are computed again as for a new version.
+                # The engine now computes its caches again, as after an update. The weights are the same.
                 policy.version += 1
         return ended
 
     def _gradient_distance(self, policy: PolicyModel) -> tuple[float, str]:
-        """(the largest relative error of a gradient after `_train`, the name of its parameter)."""
+        """(the largest relative error of a gradient, the name of its parameter). Call after `_train`."""
         computed = dict(policy.flat.named_grads())
         if policy.lora is None:
             pairs = {name: (computed[name], self._gradients[name]) for name in computed}
@@ -239,13 +238,13 @@ class Trial:
             name: float((gradient - expected).norm()) / max(float(expected.norm()), 1e-3 * largest, 1e-30)
             for name, (gradient, expected) in pairs.items()
         }
-        # An error that is NaN counts as the worst.
+        # NaN counts as the largest error.
         worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
         return errors[worst], worst
 
     @torch.no_grad()
     def _sampler_distance(self, sampled: list[tuple[GenerationRequest, Int64Array, Tensor]]) -> float:
-        """`sampled`: result of `_sample`."""
+        """The largest difference of a log-prob. `sampled`: the result of `_sample`."""
         expected = [self._logprobs(row, int(each.prompt_ids.size), self._logits(row)).cpu() for each, row, _ in sampled]
         return _largest(torch.cat([logprobs for *_, logprobs in sampled]) - torch.cat(expected))
 

@@ -1,7 +1,7 @@
 """Checks the files, packages and code that the settings name, before a run makes or loads anything. Also reads the prompts.
 
-All functions block: call them on a thread. One error lists all problems. User code runs only if the other checks found no problem:
-it may import torch, which takes seconds. A run loads reward functions, environment and hooks later, before its model.
+Functions that read files or ask the hub block: call them on a thread. One error lists all problems. User code may import torch for
+seconds, so it runs only if the other checks find no problem. A run loads reward functions, environment, hooks before its model.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from .directory import RunDirectory
 if TYPE_CHECKING:
     from asyncrl.distributed.world import World  # imports torch
 
-_COLUMN_ROWS = 20  # more than 1: rows of a JSONL file may differ
-_CHECKED_ROWS = 20_000  # takes a fraction of a second
-# The batch on which the user's own loss is tried: scored tokens of each sequence.
+_COLUMN_ROWS = 20  # rows that are searched for columns
+_CHECKED_ROWS = 20_000  # checked rows of a file, in under a second
+# The batch on which a user's loss is tried: how many tokens of each sequence are in the loss.
 _LENGTHS = (3, 0, 2, 4, 1)
-# Splits of that batch into microbatches of sequence numbers.
+# How this batch is split into microbatches. A microbatch is a tuple of indices of sequences.
 _UNSPLIT = ((0, 1, 2, 3, 4),)
 _SPLITS = (((4,), (3,), (2,), (1,), (0,)), ((3, 1), (), (0, 4, 2)))
 # Source of prompts -> its rows and the names of their columns. The run uses these rows, so that no source is read twice.
@@ -68,8 +68,8 @@ _sources_read: dict[str, tuple[PromptRows, list[str]]] = {}
 
 
 def check_start(config: Config, code: bool) -> None:
-    """Call before torch is imported, which takes seconds. Checks names, files, and the columns that reward functions need.
-    `code`: also run the user's code. A run uses `check_code` instead, under its watchdog, since user code may never end.
+    """Check names, files, and the columns that reward functions need. Call before the import of torch, which takes seconds.
+    `code`: also run user code in this process. A run calls `check_code` instead, under its watchdog, since the code may hang.
     Errors: as `check_inputs`."""
     ranks = os.environ.get("WORLD_SIZE", "")
     setting = config.distributed
@@ -90,14 +90,14 @@ def check_start(config: Config, code: bool) -> None:
 
 
 def require_free_lanes(config: Config, roles: Roles) -> None:
-    """While rank 0 evaluates, lanes of other ranks may wait for rank 0 in a collective. Errors: ConfigError if a reward model has
-    to score on such a lane."""
+    """Errors: ConfigError if, while rank 0 evaluates, a reward model has to score on the lane of a rank that waits for rank 0 in a
+    collective. Both would wait for ever."""
     waiting = {*roles.generate} & {*roles.train[roles.context :]}
     if roles.differ and waiting and config.reward.model and config.data.eval is not None:
         raise ConfigError(
             f"reward.model and data.eval are set, and rank {min(waiting)} trains and generates: its reward model would score rows "
-            "of an evaluation beside its trainer, which may wait for rank 0 until the evaluation ends; let only ranks generate "
-            "that do not train (distributed.roles), or leave data.eval out"
+            "of an evaluation beside its trainer, which may wait for rank 0 until the evaluation ends; let no rank both train and "
+            "generate (distributed.roles), or leave data.eval out"
         )
 
 
@@ -110,7 +110,7 @@ def check_inputs(config: Config, passed: Collection[str] = ()) -> None:
 
 
 def check_code(config: Config, passed: Collection[str] = ()) -> None:
-    """The part of `check_inputs` that may import torch or never end: the user's code in this process, and the hub."""
+    """The slow part of `check_inputs`: runs the user's code, which may import torch or hang, in this process, and asks the hub."""
     with Checks() as check:
         if config.train.kind == "torch" and is_builder(config.model):
             check(load_builder, str(config.model.path), "model.path")
@@ -139,7 +139,7 @@ def try_loss(config: Config) -> None:
             count = int((~np.isfinite(expected[1:])).sum())
             raise ConfigError(
                 f"{subject}: its sum is {expected[0]:g}, and {count} numbers of its gradient are not finite; a sampler log-prob "
-                "may be NaN; where the policy trains on its own data the ratio is 1, and its logarithm 0 (do not divide by it)"
+                "may be NaN; where the policy trains on its own data the ratio is 1, so do not divide by the ratio's logarithm"
             )
         for result in results:
             # The tolerance allows a loss that computes in float32.
@@ -154,7 +154,7 @@ def try_loss(config: Config) -> None:
 
 
 def _value_and_gradient(loss: Loss, split: tuple[tuple[int, ...], ...], with_old: bool) -> Any:
-    """[1 + 2 S] the sum over the microbatches, then its gradients with respect to log-probs and entropies. S: scored tokens."""
+    """[1 + 2 S] the sum over the microbatches, then its gradients with respect to log-probs and entropies. S: loss tokens."""
     import torch
 
     noise = torch.randn(5, sum(_LENGTHS), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -185,7 +185,7 @@ def _value_and_gradient(loss: Loss, split: tuple[tuple[int, ...], ...], with_old
 
 
 def try_advantage(config: Config) -> None:
-    """Check that each member gets a finite advantage, and a member without a reward 0. Errors: ConfigError."""
+    """Check that every advantage is finite, and is 0 for a member without a reward. Errors: ConfigError."""
     name, size = config.algorithm.advantage, config.rollout.group_size
     estimator = build_advantage(name, **flat_values(config.algorithm))
     rewards = [1.0, 0.0, None, 0.5] * size
@@ -198,12 +198,12 @@ def try_advantage(config: Config) -> None:
     with user_code(lambda error: ConfigError(f"{subject}, which was tried on a few rewards: {raised(error)}")):
         results = [*zip(groups, estimator.of_step(groups), strict=True)]
     for group, values_G in results:
-        unscored = np.array([reward is None for reward in group.rewards])
+        no_reward = np.array([reward is None for reward in group.rewards])
         fits = isinstance(values_G, np.ndarray) and values_G.shape == (size,) and values_G.dtype.kind in "fiub"
-        if not (fits and np.isfinite(values_G).all()) or values_G[unscored].any():
+        if not (fits and np.isfinite(values_G).all()) or values_G[no_reward].any():
             raise ConfigError(
-                f"{subject}, which makes {values_G!r} of the rewards {group.rewards}; expected a numpy array of a finite number "
-                "for each member, 0 where the reward is None (asyncrl.as_rewards makes NaN of None)"
+                f"{subject}, which returned {values_G!r} for the rewards {group.rewards}; expected a numpy array with a finite "
+                "number for each member, 0 where the reward is None (asyncrl.as_rewards turns None into NaN)"
             )
 
 
@@ -242,7 +242,7 @@ class Checks:
 
 
 async def load_rewards(config: Config) -> None:
-    """Load the reward functions in a worker, as a run does. Call after `check_inputs`. Errors: ConfigError; as `RewardPool`."""
+    """Load the reward functions in a reward worker, as a run does. Call after `check_inputs`. Errors: those of `RewardPool`."""
     pool = RewardPool(config.reward.model_copy(update={"workers": 1}))
     pool.columns = known_columns(config)
     async with pool:
@@ -250,7 +250,7 @@ async def load_rewards(config: Config) -> None:
 
 
 def check_rewards(config: Config, pool: RewardPool) -> None:
-    """Check the open pool of a run before its model is loaded. Errors: ConfigError."""
+    """Check an open pool against the settings. Errors: ConfigError."""
     check_components(config, [*pool.weights, *(reward_model_name(model) for model in config.reward.model)])
     whole = next((function.name for function in pool.functions if function.whole_group), None)
     if whole is not None and config.reward.batch == "trajectory":
@@ -261,8 +261,8 @@ def check_rewards(config: Config, pool: RewardPool) -> None:
 
 
 def check_components(config: Config, scored: Collection[str]) -> None:
-    """Check that the reward components named in settings exist. `scored`: components of functions and models. The user's own
-    environment may add components, so only single_turn is checked. Errors: ConfigError."""
+    """Check that the reward components named in settings exist. `scored`: the components of reward functions and reward models.
+    Other environments than single_turn may add components, so nothing is checked for these. Errors: ConfigError."""
     if config.rollout.environment != "single_turn":
         return
     filterable = [*scored, OVERLONG] if config.reward.overlong.cache is not None else scored
@@ -278,15 +278,15 @@ def check_components(config: Config, scored: Collection[str]) -> None:
 
 
 def known_columns(config: Config) -> list[list[str]]:
-    """The columns of the first rows of each source of prompts that `check_inputs` has read, as reward functions get them. Empty
-    if the configuration has hooks, which may change the columns."""
+    """For each source of prompts that `check_inputs` has read: the columns of its first rows, without the prompt's column. Empty if
+    the configuration has hooks, which may change the columns."""
     sources = (config.data.train, config.data.eval) if config.hooks is None else ()
     return [_sources_read[source][1] for source in sources if source in _sources_read]
 
 
 def import_code(config: Config, environment: Any = None, hooks: Hooks | None = None) -> Hooks:
-    """Import and check the user's environment and hooks on this thread. Returns the hooks. `environment`, `hooks`: objects of the
-    program, used instead. Errors: ConfigError."""
+    """Import and check the user's environment and hooks on this thread. Returns the hooks. `environment`, `hooks`: the program's
+    objects, which replace the configured ones. Errors: ConfigError."""
     check_environment(config, environment)
     return (hooks or (Hooks() if config.hooks is None else Hooks.load(config.hooks))).check()
 
@@ -297,7 +297,7 @@ def rows_of(source: str) -> PromptRows:
 
 
 def row_count(config: Config, passed: PromptRows | None = None) -> int | None:
-    """The number of training prompts. `passed`: rows that the program passed instead of `data.train`. None without prompts."""
+    """The number of training prompts. `passed`: rows that the program passed instead of `data.train`. Returns None without rows."""
     rows = rows_of(config.data.train) if passed is None and config.data.train is not None else passed
     return None if rows is None else len(rows)
 
@@ -325,8 +325,8 @@ def _check_names(config: Config, passed: Collection[str] = ()) -> None:
             check(check_address, config.rollout.environment, setting="rollout.environment")
         if "hooks" not in passed and config.hooks is not None:
             check(check_address, config.hooks, setting="hooks")
-        for setting, package, extra in _packages(config):
-            check(_check_package, setting, package, extra)
+        for reason, package, extra in _packages(config):
+            check(_check_package, reason, package, extra)
         if config.generation.engine == "vllm":
             check(require_vllm)
 
@@ -379,23 +379,23 @@ def columns_of(rows: PromptRows, config: Config) -> list[str]:
 
 
 def _packages(config: Config) -> Iterator[tuple[str, str, str]]:
-    """(setting, required package, extra that installs the package)."""
+    """(the reason why a package is needed, the package, the extra that installs the package)."""
     for sink in config.telemetry.sinks:
         yield f"telemetry.sinks has {sink!r}", sink, sink
     if "mlflow" in config.telemetry.sinks and os.environ.get("MLFLOW_TRACKING_URI", "sqlite:").startswith("sqlite:"):
         for package in ("sqlalchemy", "alembic"):
             yield "telemetry.sinks has 'mlflow', whose store is an SQLite file", package, "mlflow"
     if config.train.kind == "torch" and config.model.lora.rank:
-        yield "model.lora.rank is set", "peft", "lora"  # writes the adapters
+        yield "model.lora.rank is set", "peft", "lora"  # peft writes the files of adapters
     if config.train.kind == "torch" and config.model.head_kernel == "liger":
         yield "model.head_kernel is liger", "liger_kernel", "liger"
     if config.door.http_port is not None:
         yield "door.http_port is set", "aiohttp", "http"
 
 
-def _check_package(setting: str, package: str, extra: str) -> None:
+def _check_package(reason: str, package: str, extra: str) -> None:
     if not installed(package):
-        raise ConfigError(f"{setting}, and the package {package} is not installed: `{install_command(extra)}`")
+        raise ConfigError(f"{reason}, and the package {package} is not installed: `{install_command(extra)}`")
 
 
 class PromptLengths(NamedTuple):
@@ -407,9 +407,9 @@ class PromptLengths(NamedTuple):
 
 
 def measure_prompts(config: Config, passed: PromptRows | None = None, own_environment: bool = False) -> PromptLengths:
-    """Measure the run's prompts with its tokenizer. With `rollout.max_context`, or if prompts cannot be listed, the result is the
-    most that the settings allow. `passed`: the program's rows, instead of `data.train`. `own_environment`: the program passes an
-    environment. If only a sample is measured, a longer prompt may come; it waits for room. Errors: DataError, ConfigError."""
+    """Measure the run's prompts with its tokenizer. With `rollout.max_context`, or if the prompts are unknown before the run, the
+    result is the most that the settings allow. If only a sample is measured, a longer prompt may come: it waits for room in the
+    cache. `passed`: rows of the program. `own_environment`: the program passes an environment. Errors: DataError, ConfigError."""
     limit = row_limit(config) - config.rollout.max_tokens
     _check_sampling(config)
     if config.rollout.max_context is not None:
@@ -458,10 +458,8 @@ def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]],
     from asyncrl.models.loading import load_tokenizer_of
 
     tokenizer = load_tokenizer_of(config.model)
-    agents = _has_agents(config)
-    source = PromptSource(
-        rows_of(config.data.train), tokenizer, config.data, seed=config.seed, max_epochs=1, for_agents=agents
-    )
+    rows = rows_of(config.data.train)
+    source = PromptSource(rows, tokenizer, config.data, seed=config.seed, max_epochs=1, for_agents=_has_agents(config))
     shown = [(prompt, decode(tokenizer, prompt.ids.tolist())) for prompt in islice(iter(source.next, None), count)]
     return shown, source.notes()
 
@@ -477,7 +475,7 @@ def load_prompts(
         rows = rows_of(config.data.train)
     elif rows is None and config.train.kind == "dry_run" and config.door.ring is None:
         rows = load_rows([{"prompt": f"dry-run prompt number {number}"} for number in range(256)])
-    # If roles differ, rank 0 has the only cursor, and the ranks that generate make the prompts that rank 0 names.
+    # If roles differ, only the cursor of rank 0 moves. Rank 0 sends group ids, and the ranks that generate read these prompts.
     one_cursor, needed = world.roles.differ, world.generates or world.is_first
     agents = _has_agents(config, own_environment)
     prompts: PromptSource | None = None
@@ -497,14 +495,12 @@ def load_prompts(
         if config.data.overlong == "refuse":
             prompts.check_all()
         else:
-            # `PromptSource.notes` counts the prompts that this call has measured.
+            # Only for `notes` below, which counts the prompts that this call measures.
             prompts.longest()
         notes = prompts.notes()
     if config.data.eval is not None and config.evaluate.every is not None:
-        data = config.data.model_copy(update={"shuffle": False})
-        source = PromptSource(
-            rows_of(config.data.eval), tokenizer, data, seed=config.seed, max_epochs=1, for_agents=agents
-        )
+        eval_rows, data = rows_of(config.data.eval), config.data.model_copy(update={"shuffle": False})
+        source = PromptSource(eval_rows, tokenizer, data, seed=config.seed, max_epochs=1, for_agents=agents)
         held_out = list(iter(source.next, None))
         notes += source.notes()
     _sources_read.clear()

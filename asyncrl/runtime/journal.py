@@ -1,9 +1,9 @@
 """The journal writes one line of metrics, one file of rollouts and one line on the terminal for every committed step.
 
-The recorder's metrics are drained at the commit of a step, so that they belong to that step. The line is written later, after the
-evaluation and the checkpoint of the new version.
+The recorder's metrics are drained at the commit of a step, so that they belong to that step. The line of metrics is written later,
+after the evaluation of the new version and before its checkpoint.
 
-If a file cannot be written (a full disk, a missing permission), the run warns and continues without the file.
+If a file cannot be written during the run (for example because the disk is full), the run warns and continues without the file.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from .directory import RunDirectory, unusable_message
 logger = logging.getLogger("asyncrl.runtime")
 
 HISTORY = 2_000  # lines in Journal.history
-# Metrics that every line has. They are 0 in a step that measured no such time.
+# Metrics in the line of every step: 0 in a step that measured no such time.
 _ALWAYS = ("time/wait_for_group", "time/reward", "time/logprobs", "time/train", "time/weight_sync")
 
 
 class Journal:
     """Used as `async with Journal(...) as journal: await journal.open(decode)`. `live` may be used before `open`.
-    Call all public methods on the loop's thread, which also appends lines of metrics. Other threads do all other work on files."""
+    Call all public methods on the event loop's thread. This thread writes new lines of metrics; other threads do other file I/O."""
 
     def __init__(
         self,
@@ -58,22 +58,22 @@ class Journal:
         base: int = 0,
         *,
         last: int | None = None,
-        lines: bool = False,
+        plain: bool = False,
         rollouts_in: Path | None = None,
         rank: int = 0,
     ) -> None:
-        """`directory`: None for a program without a run directory and for ranks other than the first, which write only rollouts.
-        `lines`: show lines at the terminal, also without a directory. `rollouts_in`: the run directory, on a rank that trains.
-        `since`: the last version whose line stays; later lines, of an earlier process of the run, are removed. None: a new run.
-        `base`: see `Ports`. `last`: the last version of the run, if known."""
+        """`directory`: None for a program without a run directory, and for ranks other than 0, which write only rollouts.
+        `plain`: plain lines on the terminal even without a directory. `rollouts_in`: the run directory, on a rank that trains.
+        `since`: the last version whose line of metrics stays; later lines of an earlier process of the run are removed. None: a new
+        run. `base`: see `Ports`. `last`: the last version of the run, if known."""
         self._config, self._base = config, base
         self._directory = directory
         self._recorder = recorder
-        # Notes of the start on why completions may not end. Later warnings name these reasons.
+        # Notes, made at the start, on why completions may not end. Warnings about such completions repeat these notes.
         self.missing_end_notes: list[str] = []
-        # Metrics `text/*` that a warning has named. Each counts completions of which the rewards do not see a part.
+        # Metrics `text/*` that a warning has named. Each counts completions that reward functions see only in part.
         self._warned: set[str] = set()
-        # Bytes of the next checkpoint. With fewer free bytes on the disk no rollouts are written.
+        # Bytes of the next checkpoint. If fewer bytes of the disk are free, no rollouts are written.
         self.reserve = 0
         self.budget = RunBudget()
         self._faults = FaultCounts(
@@ -83,7 +83,7 @@ class Journal:
         # (version, metrics) of the newest lines.
         self.history: deque[tuple[int, dict[str, float]]] = deque(maxlen=HISTORY)
         start = max(0, since or 0)
-        live = "plain" if lines else config.telemetry.live if directory else "off"
+        live = "plain" if plain else config.telemetry.live if directory else "off"
         self.live = LiveView(live, last, start=start)
         self._newest = since  # the version of the last line
         self._sinks = Sinks(())
@@ -92,7 +92,7 @@ class Journal:
         self._failures, self._last_failure = 0, ""
 
     async def open(self, decode: Decode) -> None:
-        """Open the sinks. `decode`: from token ids to text, for the prompts in the rollouts.
+        """Open the sinks of metrics and the files of rollouts. `decode`: from token ids to text, for the prompts in the rollouts.
         Errors: ConfigError (a sink that is not installed or refuses to start, a directory that cannot be written)."""
         config, directory = self._config, self._directory
         arguments = config.telemetry.rollouts_per_step, self._newest, decode, self._rank
@@ -138,8 +138,8 @@ class Journal:
 
     @contextlib.contextmanager
     def _skip_on_error(self, target: str | Path) -> Iterator[None]:
-        """Warn and continue if `target` cannot be written. If `target` is a path, its partial file is removed, since a checkpoint
-        may need the space. The removal blocks, so with a path use another thread."""
+        """Continue if `target` cannot be written, and warn the first time. If `target` is a path, its partial file is removed: a
+        checkpoint may need the space. The removal blocks, so do not use a path on the event loop's thread."""
         try:
             yield
         except OSError as error:
@@ -155,9 +155,9 @@ class Journal:
         window = self._recorder.take_window()
         metrics = {
             **dict.fromkeys(_ALWAYS, 0.0),
-            # The COUNTED counts of this step are in `report.metrics`. Later counts stay in the recorder, for the next step.
+            # Without the COUNTED counts, which stay for the next step: `report.metrics` has those of this step.
             **self._recorder.drain(COUNTED),
-            # Replaces metrics of the recorder: the mean reward in `report` is over trained groups, not over recently scored groups.
+            # Replaces metrics of the recorder. The recorder's mean reward is over scored groups, the report's over trained groups.
             **report.metrics,
             **self.budget.step(window),
             "time/accounted": window.end - window.start,
@@ -169,12 +169,12 @@ class Journal:
         return StepReport(report.version, report.result, metrics, report.groups, report.advantages)
 
     async def write(self, version: int, extra: Mapping[str, float]) -> None:
-        """Write the line of `version`. `extra`: metrics of the evaluation at that version (`eval/*`)."""
+        """Write the line of metrics of `version`, or add to it. `extra`: metrics of the evaluation at `version` (`eval/*`)."""
         if self._directory is not None and self._directory.lost:
             return
         report, metrics = self._pending.get(version, (None, {}))
         line = {**metrics, **extra}
-        # For example version 0 without an evaluation.
+        # Nothing to write, for example at version 0 without an evaluation.
         if not line:
             return
         # Rollouts come first: after a kill every line in the metrics has its rollouts.
@@ -196,7 +196,7 @@ class Journal:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
 
     def _remember(self, version: int, line: dict[str, float]) -> None:
-        """Add a line to the history, or further metrics to its last line."""
+        """Add a line to the history, or add metrics to the history's last line if that has the same version."""
         # Each step makes new strings for the same names. Interned names share memory.
         line = {sys.intern(name): value for name, value in line.items()}
         if self.history and self.history[-1][0] == version:
@@ -204,7 +204,7 @@ class Journal:
         self.history.append((version, line))
 
     def warn(self, text: str) -> None:
-        """Print a warning in the live view, or log it if the view is off. Ranks that write no files print nothing."""
+        """Print a warning in the live view, or log it if the view is off. Does nothing without `directory`."""
         if self._directory is None:
             return
         if self._config.telemetry.live == "off":
@@ -218,7 +218,7 @@ class Journal:
         if self._directory is None and not report.groups:
             return
         writer, version = self._rollouts, report.version
-        # The version before the batch. The last updates of the batch may have been cut off.
+        # The version before the batch. `version` is that of the batch's last update, or of an earlier update if the run ends there.
         trained_at = version - 1 - (version - 1 - self._base) % versions_per_batch(self._config)
         advantages = {
             (group_id, member): float(value)
@@ -231,16 +231,14 @@ class Journal:
             with self._skip_on_error(path):
                 free = shutil.disk_usage(writer.directory).free
                 if free < self.reserve:
-                    raise OSError(
-                        errno.ENOSPC, f"the free {free / 2**20:.1f} MiB of disk are reserved for a checkpoint"
-                    )
+                    raise OSError(errno.ENOSPC, f"the free {free / 2**20:.1f} MiB are reserved for a checkpoint")
                 writer.write(version, report.groups, trained_at, advantages)
 
         with self._recorder.watch("publish pump", path.name, on="disk"):
             await offload(write, "rollouts")
 
     async def hold(self, version: int, extra: Mapping[str, float]) -> None:
-        """Like `write`, but a step's line that is not written yet is written by `write_pending`, at the end."""
+        """As `write`, but a committed step's line waits for `write_pending` if it is not written yet."""
         if version not in self._pending:
             return await self.write(version, extra)
         self._pending[version][1].update(extra)

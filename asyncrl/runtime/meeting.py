@@ -1,4 +1,4 @@
-"""Opens the line to the other ranks, and handles ranks and nodes that join, leave or are lost.
+"""Opens the line (the connection) between rank 0 and the other ranks, and handles ranks and nodes that join, leave or are lost.
 
 On rank 0 all handlers are registered before the line opens, because other ranks send as soon as they are connected.
 """
@@ -36,12 +36,12 @@ _LEAVE_S, _LEAVE_AFTER_ERROR_S = 30.0, 5.0
 
 
 async def meet_ranks(run: OpenRun) -> None:
-    """Find the other ranks, and open the line to them. Errors: PlatformError, RankLost."""
+    """Find the other ranks, and open the line to them. Errors: PlatformError, RankLost; also those of `_agree`."""
     world = run.world
     run.stack.push_async_exit(partial(_leave_ranks, run))
     run.stages.begin("meeting the other ranks")
     single = run.config.distributed.sharding == "fsdp"
-    # Abandoned when the run is stopped: the other ranks may never come, and there is nothing to save yet.
+    # With `abandon` a run that is stopped does not wait for this call: the other ranks may never come, and nothing needs saving.
     if world.joined is None:
         await offload(lambda: world.open(run.decided.device, single_rank_group=single), "rendezvous", abandon=True)
     for line in world.notes:
@@ -62,7 +62,8 @@ async def meet_ranks(run: OpenRun) -> None:
 
 
 async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
-    """Errors: RankLost on rank 0 if another rank did not leave and rank 0 did not fail: else torchrun would wait for ever."""
+    """At the end: tell rank 0 that this rank leaves, or on rank 0 wait until the other ranks have left. Then close the line.
+    Errors: RankLost on rank 0 if it did not fail, and another rank did not leave. torchrun would wait for that rank for ever."""
     world, line, missing = run.world, run.line, list[str]()
     failed = kind is not None or not world.is_open
     timeout_s = _LEAVE_AFTER_ERROR_S if failed else _LEAVE_S
@@ -70,12 +71,12 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
         # In a thread: leaving may wait for collectives.
         await offload(lambda: world.close(failed=failed), "farewell")
         if isinstance(line, LineServer) and run.dispatch is not None:
-            # A node that starts its engine may take minutes to leave.
+            # Do not wait for joined nodes without a running engine: a node that is starting its engine may take minutes to leave.
             for peer in line.peers:
                 if _joins(run, peer) and not run.dispatch.generates(peer):
                     line.give_up(peer, RankLost("the run has ended"))
         if line is not None:
-            # Other ranks may ask rank 0 until they have left. Rank 0 does not need a lost rank that only generates.
+            # Until they have left, other ranks may ask rank 0. A lost rank that only generates is not missing.
             missing = await line.leave(timeout_s)
             missing = [peer for peer in missing if not _joins(run, peer)]
             missing = [peer for peer in missing if peer in line.peers or world.roles.trains(_rank_of(peer))]
@@ -90,8 +91,8 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
 
 
 def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, RankLost | None], None], Handler]:
-    """Three handlers for the line. The first is called on other ranks if rank 0 is lost, the second on rank 0 if another rank has
-    ended, the third on each rank if another rank sends the reason why it ends."""
+    """Three handlers for the line: on ranks other than 0, for the loss of rank 0; on rank 0, for the end of another rank; on each
+    rank, for the message in which another rank says why it ends (`END_REASON`)."""
     world = run.world
 
     def lose(lost: RankLost) -> None:
@@ -115,8 +116,8 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
         if lost is not None:
             lose(RankLost(f"{lost}{world.roles.shared(_rank_of(peer))}", lost.stopped_by))
         elif run.ended_by is None and run.stopped_by is None and (reported := run.end_reasons.get(peer)) is not None:
-            # The peer has left, and this rank has no error of its own: this rank would wait for groups that never come. The reason
-            # may name another rank, so the siblings of the peer are not named.
+            # The peer has left because of an error, and this rank has no error. Without `lose` this rank would wait for groups that
+            # never come. The reason may name another rank than the peer, so the siblings of the peer are not named.
             lose(reported)
 
     async def on_end_reason(peer: str, ended: Any, buffers: Any) -> None:
@@ -124,7 +125,7 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
         if ended["stalled"]:
             run.describe_waits()
         if not isinstance(run.line, LineServer) and not world.trains:
-            # No collective would end on this rank, and rank 0 waits until this rank has left.
+            # This rank is in no collective that could fail, and rank 0 waits until this rank has left.
             run.end_reasons[peer] = lost
             return lose(lost)
         if not isinstance(run.line, LineServer) or world.roles.trains(_rank_of(peer)):
@@ -132,7 +133,7 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
             run.end_reasons[peer] = lost
             world.lost.report(str(lost))
             if lost.stopped_by is not None and run.ledger is not None:
-                # No error is about to come. A sibling may wait for a call of its leader, and no collective ends that wait.
+                # After a signal this rank gets no error of its own. It may be a sibling that waits for a call of its leader.
                 run.ledger.lose(lost)
         elif ended["one_rank"] or _joins(run, peer):
             run.line.give_up(peer, lost)
@@ -143,7 +144,7 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
 
 
 async def _open_line(run: OpenRun) -> None:
-    """Open the line between rank 0 and the other ranks. A lost rank ends the run, unless the rank only generates."""
+    """Open the line of this rank. A lost rank ends the run, unless the rank only generates (`_lose_generator`)."""
     world, silence_s = run.world, run.config.watchdog.loop_timeout_s
     lose, on_end, on_end_reason = _on_lost(run)
 
@@ -215,8 +216,8 @@ async def _first_rewards(run: OpenRun, peer: str, header: Any, buffers: Any) -> 
 
 
 async def _agree(run: OpenRun, line: LineClient) -> None:
-    """Compare automatic settings and the number of prompts with rank 0, and resume if rank 0 does: rank 0 may write files before
-    another rank has searched. Errors: ConfigError, DataError."""
+    """Compare automatic settings and the number of prompts with rank 0. Resume if rank 0 resumes: this rank's own search for a
+    checkpoint may have come before or after rank 0 wrote files. Errors: ConfigError, DataError."""
     (settings, resumes, rows), _ = await line.ask(_MEET)
     check_chosen(run.config, settings, run.world.rank)
     if run.decided.row_count != rows:
@@ -248,13 +249,13 @@ def _open_roles(run: OpenRun, server: LineServer) -> None:
 
 
 def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
-    """On rank 0: go on without a rank that only generates, or end the run if no rank can generate now or later."""
+    """On rank 0: go on without a rank that only generates. End the run if no rank generates and no node may join."""
     if peer.startswith(JOINING):
         assert isinstance(run.line, LineServer)
         return run.line.forget(peer)
     dispatch, ledger, orders, server, rank = run.dispatch, run.ledger, run.orders, run.line, _rank_of(peer)
     assert dispatch is not None and ledger is not None and orders is not None and isinstance(server, LineServer)
-    # Without an `await` in between: a checkpoint must not miss a prompt.
+    # No `await` between these calls: else a checkpoint could miss a prompt.
     groups = ledger.lose_generator(rank)
     dispatch.lose(peer, groups)
     orders.orders.lose(peer, str(lost))
@@ -270,12 +271,12 @@ def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
 
 
 def _joins(run: OpenRun, peer: str) -> bool:
-    """Whether a peer of rank 0 joined the run, or is about to."""
+    """Whether a peer of rank 0 is a node that joined the run after its start, or is about to join."""
     return peer.startswith(JOINING) or _rank_of(peer) >= run.world.world_size
 
 
 def _rank_of(peer: str) -> int:
-    """The number of a peer of the line."""
+    """N of the peer `rank N`."""
     return int(peer.removeprefix("rank "))
 
 
@@ -294,13 +295,12 @@ class Nodes:
             await anyio.sleep(self._run.config.watchdog.interval_s)
 
     async def close(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Write the file at the end of the run."""
         outcome = "completed" if error is None else f"run ended: {type(error).__name__}"
         with anyio.CancelScope(shield=True):
             await self._write(f"stopped by {self._run.stopped_by}" if self._run.stopped_by else outcome)
 
     async def _write(self, outcome: str | None) -> None:
-        """`outcome`: how the run ended; None: the run goes on. Without room on the disk nothing is written."""
+        """`outcome`: how the run ended; None: the run goes on. Errors of the disk are ignored."""
         directory = self._run.directory
         if directory is None or directory.lost:
             return
@@ -317,7 +317,7 @@ class Nodes:
             await offload(write, "nodes")
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each rank that is or was connected, sorted by rank."""
+        """One row for each rank of the run, and for each node that joined, sorted by rank."""
         run, server, now = self._run, self._server, time.monotonic()
         assert run.ledger is not None
         reports: Mapping[str, Any] = {} if run.dispatch is None else run.dispatch.reports
@@ -326,8 +326,8 @@ class Nodes:
         loads, silences = run.ledger.loads(), server.silences()
         peers = {f"rank {rank}" for rank in range(run.world.world_size)} | server.machines.keys()
         rows = []
-        for rank, peer in sorted((int(peer.removeprefix("rank ")), peer) for peer in peers if peer.startswith("rank ")):
-            # A rank that joined later generates.
+        for rank, peer in sorted((_rank_of(peer), peer) for peer in peers if peer.startswith("rank ")):
+            # A rank that joined after the start generates.
             generates = run.world.roles.generates(rank) or rank >= run.world.world_size
             trains = run.world.roles.trains(rank)
             leader, *_ = run.world.roles.siblings(rank) or (rank,)

@@ -36,38 +36,37 @@ from asyncrl.training.sharded import blocks_of
 from .inputs import PromptLengths
 from .placement import GIB, Cards, Placement, place
 
-# Bytes of a parameter that `replicate` keeps on each rank with bfloat16: master, gradient, two moments, working copy.
+# Bytes per parameter that `replicate` keeps on each rank with bfloat16: float32 master, gradient and two moments; working copy.
 _STATE = 18
-_MAX_STATE = 0.7  # of a GPU's memory; with more state the run uses fsdp
+_MAX_STATE = 0.7  # of a GPU's memory; with more, fsdp is the default
 _MAX_USED = 0.85  # of a device's memory: the prediction is rough
-_MICROBATCHES = (16384, 8192, 4096, 2048)
-# Fitted: elements kept for backward, and elements that the backward of one layer needs meanwhile. Per element of a module's output;
-# for experts per element of the inputs and outputs of a token's experts; for a selective scan per element of its states.
+_MICROBATCHES = (16384, 8192, 4096, 2048)  # tokens, tried in this order
+# Fitted: (elements kept for backward, temporary elements in the backward of one layer), per element of a module's output. For
+# experts per element of the inputs and outputs of a token's experts; for a selective scan per element of its states.
 _FACTORS = {"fused": (1.0, 1.35), "modules": (2.1, 0.5), "experts": (1.35, 0.7), "scan": (3.0, 4.0)}
 # Rows of logits that the head computes at a time on a CPU.
 _CPU_HEAD_ROWS = 64
 # Bytes that torch, gloo, and oneDNN or cuBLAS take for their first products and messages.
 _LIBRARIES = 32 << 20
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")  # in configurations
-# Bytes of a process of a worker before it computes: on a GPU CUDA's code and libraries, on a CPU Python and torch. A process
-# that computes on another GPU takes memory of the trainer's GPU, too, because it opens the board there.
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")  # in models' configurations
+# Bytes of a worker's process before it computes: on a GPU CUDA's code and libraries, on a CPU Python and torch. A process that
+# computes on another GPU takes as many bytes of the trainer's GPU, too, because it opens the board there.
 _PROCESS = 600 << 20
 
 
 class Cut(NamedTuple):
-    """How a sharded model is cut. `shards`: number of ranks that hold one copy of the model together. `keep`: each rank keeps all
-    weights in the matmul dtype and all gradients, so that a step gathers and reduces once and not once a microbatch."""
+    """How `fsdp` cuts the model. `shards`: number of ranks that hold one copy of the model together. `keep`: each rank keeps all
+    gathered weights and all gradients, so weights are gathered and gradients reduced once per step instead of per microbatch."""
 
     shards: int
     keep: bool = False
 
     def line(self, ranks: int) -> str:
         """A sentence for the terminal."""
-        whole = "all ranks hold one copy of the model"
-        if self.shards != ranks:
-            whole = f"each {self.shards} ranks hold a copy"
+        holders = "all ranks" if self.shards == ranks else f"each {self.shards} ranks"
         often = "step" if self.keep else "microbatch"
-        return f"distributed.sharding: fsdp; {whole}; weights and gradients are exchanged once a {often}"
+        exchange = f"weights and gradients are exchanged once a {often}"
+        return f"distributed.sharding: fsdp; {holders} hold one copy of the model; {exchange}"
 
 
 def predicted(
@@ -81,13 +80,13 @@ def predicted(
 ) -> dict[str, int]:
     """Purpose -> bytes that one rank needs on its device, computed from the model's configuration: nothing is allocated. `ranks`:
     number of ranks that train. `prompts`: result of `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path;
-    None: guessed. `placement`: None: trainer and engine share a CPU. `cut`: of a sharded model; None: over all ranks.
+    None: guessed. `placement`: None: trainer and engine share a CPU. `cut`: used under `fsdp`; None: `Cut(ranks)`.
     Errors: ConfigError if the model's configuration cannot be read. The purposes are:
-    weights, gradients, optimizer: of the trained parameters, in float32 or wider. With adapters also the frozen weights.
-    copies: in the matmul dtype: the working copy, merged weights of adapters, the reference, both halves of the weight board, and
-    what FSDP gathers. On a rank that only generates: the board, adapters, and frozen weights that they are merged with.
+    weights, gradients, optimizer: of the trained parameters, in float32 or wider. With adapters `weights` has the frozen ones, too.
+    copies: in the matmul dtype the working copy, merged weights of adapters, the reference, both halves of the weight board, and
+    what FSDP gathers; its gradients also in float32. On a rank that only generates: board, adapters, weights to merge them with.
     microbatch: activations, logits, and the larger of the head's and one layer's backward.
-    cache: keys and values. workers: processes on this device. reward_models: weights and one batch. libraries: a constant."""
+    cache: keys and values. workers: their processes' part. reward_models: weights and one batch. libraries: a constant."""
     placement = placement or Placement((), 1, 1, "")
     described = describe_module(config.model)
     text, itemsize = described.config.get_text_config(), DTYPES[config.model.dtype].itemsize
@@ -129,12 +128,12 @@ def _weight_parts(
     if not placement.generates and (sharded or not (adapters or itemsize < wide)):
         # The board of each rank has only the rank's stripe.
         copies = merged + 2 * parameters // ranks
-    # Without adapters and FSDP the working copy is a half of the board (weights/sync.py).
+    # A separate working copy. Without it a half of the board is the working copy (weights/sync.py), or in float32 the masters are.
     if sharded or (itemsize < wide and (adapters or not copies)):
         copies += trained
     copies = (copies + (parameters if needs_reference(config.algorithm) else 0)) * itemsize
     if sharded:
-        # Embedding, head and two layers, and the gradient of the head or of a layer, summed in float32 and then cast.
+        # Gathered weights of embedding, head and two layers; the gradient of the head or a layer, in the matmul dtype and float32.
         head = int(text.vocab_size) * int(text.hidden_size)
         ends = head if getattr(described.config, "tie_word_embeddings", False) else 2 * head
         layer = (parameters - ends) // int(text.num_hidden_layers)
@@ -151,15 +150,15 @@ def _weight_parts(
 
 def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPath, prompt: int, device: str) -> int:
     text, itemsize = described.config.get_text_config(), DTYPES[config.model.dtype].itemsize
-    ranks = config.distributed.context
+    siblings = config.distributed.context
     if config.distributed.sharding == "fsdp" and path == FUSED:
         path = PACKED  # a sharded model trains through its own modules
     completion = config.rollout.max_tokens
     context = prompt + completion
     layers, hidden, vocabulary = int(text.num_hidden_layers), int(text.hidden_size) * itemsize, int(text.vocab_size)
     heads, wide = _heads(text), max(itemsize, 4)
-    tokens = -(-config.train.tokens_per_microbatch // ranks)
-    # Tokens of all rows; bytes that attention keeps for a score; bytes of a token's queries, keys and values that attention keeps.
+    tokens = -(-config.train.tokens_per_microbatch // siblings)
+    # `row_tokens`: tokens of all rows. For backward, attention keeps `score` bytes per score, `operands` per token for q, k, v.
     row_tokens, score, operands = float(tokens), 0, 0
     key_width, value_width = _head_widths(text)
     if path.name == "plain":
@@ -173,25 +172,25 @@ def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPat
             score = wide
             operands = heads * (2 * key_width + value_width) * wide if itemsize < wide else 0
     elif device == "cpu":
-        # Attention keeps its weights if all rows are short (models/attention/rows.py). Each of the ranks has a part of the heads.
+        # Attention keeps its weights if all rows are short (models/attention/rows.py). Each sibling has a part of the heads.
         scores = max(completion * context, prompt**2) * 4 * heads
-        score = itemsize if scores <= row_bytes(itemsize) * ranks else 0
-    kept, meanwhile = (row_tokens * itemsize * size for size in _widths(described, path, wide // itemsize))
+        score = itemsize if scores <= row_bytes(itemsize) * siblings else 0
+    kept, temporary = (row_tokens * itemsize * size for size in _widths(described, path, wide // itemsize))
     kept += row_tokens * (score * heads * context + operands) * _attention_layers(text)
-    meanwhile /= layers
+    temporary /= layers
     if config.train.gradient_checkpointing:
-        kept, meanwhile = layers * row_tokens * hidden, meanwhile + kept / layers
+        kept, temporary = layers * row_tokens * hidden, temporary + kept / layers
     # If there are too many logits to keep, backward computes them again, one chunk after the other.
     logits = tokens if tokens * vocabulary <= KEEP_LOGITS else min(CHUNK_ROWS, tokens)
     head_rows = min(_CPU_HEAD_ROWS if device == "cpu" else CHUNK_ROWS, tokens)
     head = head_rows * vocabulary * (itemsize + 2 * wide)
-    # Four hidden states per token: embedded, last, scored, and a gradient.
-    return round(kept + 4 * tokens * hidden + logits * vocabulary * itemsize + max(head, meanwhile))
+    # Four hidden states per token: the first, the last, the head's inputs, and a gradient.
+    return round(kept + 4 * tokens * hidden + logits * vocabulary * itemsize + max(head, temporary))
 
 
 def _widths(described: PreTrainedModel, path: ModelPath, widening: int) -> tuple[float, float]:
-    """Elements per token, summed over the layers: kept for backward, and needed meanwhile. `widening`: bytes of a float32
-    number divided by those of a number in the matmul dtype."""
+    """(elements per token kept for backward, temporary elements per token in backward), both summed over the layers. `widening`:
+    the size of a float32 divided by the size of the matmul dtype."""
     text, widths = described.config.get_text_config(), Counter[str]()
     experts, chosen = (
         max((size for name in names if isinstance(size := getattr(text, name, None), int)), default=1)
@@ -209,16 +208,16 @@ def _widths(described: PreTrainedModel, path: ModelPath, widening: int) -> tuple
         matrix = getattr(module, "A_log", None)  # of a selective scan (Mamba)
         if matrix is not None and matrix.ndim == 2:
             widths["scan"] += matrix.numel() * widening
-    kept, meanwhile = (sum(_FACTORS[kind][part] * width for kind, width in widths.items()) for part in (0, 1))
+    kept, temporary = (sum(_FACTORS[kind][part] * width for kind, width in widths.items()) for part in (0, 1))
     leaves = Counter(name.rpartition(".")[2] for name, _ in described.named_modules())
     queries, keys = (count * _head_widths(text)[0] for count in (_heads(text), _key_heads(text)))
-    # Queries and keys before their norms are kept, too.
+    # A layer with norms of queries and keys also keeps the inputs of these norms.
     kept += leaves["q_norm"] * queries + leaves["k_norm"] * keys
     if path == FUSED:
-        # Fused layers also keep the output of attention, and both branches of a layer with norms behind them. The layer's inputs
-        # are kept, and are as wide as two outputs that are not kept (models/fused/decoder.py).
+        # A fused layer also keeps the output of attention, and the outputs of both its branches if norms follow them. Its inputs
+        # are not added: two outputs that are counted above are as wide, and are not kept (models/fused/decoder.py).
         kept += _attention_layers(text) * queries + 2 * int(text.hidden_size) * leaves["post_feedforward_layernorm"]
-    return kept, meanwhile
+    return kept, temporary
 
 
 def _heads(text: Any) -> int:
@@ -247,7 +246,7 @@ def _position_width(text: Any) -> int:
 
 
 def _head_widths(text: Any) -> tuple[int, int]:
-    """Elements of a head's key and of its value. Latent attention may have keys that are wider than values."""
+    """(elements of a head's key, elements of a head's value). With latent attention the two may differ."""
     size = getattr(text, "head_dim", None) or int(text.hidden_size) // _heads(text)
     key = text.qk_nope_head_dim + text.qk_rope_head_dim if getattr(text, "kv_lora_rank", None) else size
     return int(key), int(getattr(text, "v_head_dim", None) or size)
@@ -268,7 +267,7 @@ def cut_model(
     the same cut."""
     ranks, per_machine = len(world.roles.train), world.local_world_size
     memory = (cards or Cards()).memory(device) if device.type == "cuda" else _meminfo("MemTotal") // per_machine
-    # If a machine has one rank, or training ranks do not fill machines, no machine can hold a copy of its own.
+    # Each machine holds a copy of its own, unless it has only one rank, or the training ranks do not fill whole machines.
     fills_machines = ranks % per_machine == 0 and world.roles.train == tuple(range(ranks))
     shards = per_machine if per_machine > 1 and fills_machines else ranks
     for cut in (Cut(shards, True), Cut(shards)):
@@ -280,9 +279,9 @@ def cut_model(
 def fit_card(
     config: Config, device: torch.device, world: World, resolve: Callable[[Config], Config], cards: Cards | None = None
 ) -> tuple[Config, list[str]]:
-    """The resolved configuration, and lines for the user. If the trainer is on a GPU, `distributed.sharding` and
-    `train.tokens_per_microbatch` are chosen if they were left out. All ranks must choose the same, so the choice depends on the
-    total memory of a GPU and not on its free memory. Errors: ConfigError, those of `resolve`."""
+    """(the resolved configuration, lines for the user). With the trainer on a GPU, chooses `distributed.sharding` and
+    `train.tokens_per_microbatch` if the user left them out. All ranks must choose the same, so the choice depends on the total
+    memory of a GPU and not on its free memory. Errors: ConfigError, those of `resolve`."""
     if device.type != "cuda" or config.train.kind != "torch":
         return resolve(config), []
     lines, cards = [], cards or Cards()
@@ -290,7 +289,7 @@ def fit_card(
     state, training = _STATE * parameter_count(config.model), len(world.roles.train)
     if training > 1 and "sharding" not in config.distributed.model_fields_set and state > _MAX_STATE * memory:
         why = f"left out; replicate takes {state / GIB:.0f} GiB for the state on each {name}"
-        # Both calls refuse what does not work with FSDP.
+        # Each of these two calls raises ConfigError for what does not work with FSDP.
         try:
             resolve(sharded := with_values(config, {"distributed.sharding": "fsdp"}))
             blocks_of(describe_module(config.model))
@@ -312,7 +311,7 @@ def fit_card(
 
 
 def worker_parts(config: Config, placement: Placement, cache: int) -> dict[str, int]:
-    """Bytes of a process of a worker on another GPU than the trainer's. `cache`: bytes of the cache of all workers together."""
+    """Purpose -> bytes of a worker's process on another GPU than the trainer's. `cache`: bytes of the caches of all workers."""
     # The embedded engine copies both halves of the board. vLLM has its own parameters, or its part of them, and a copy of one half.
     half, split = parameter_count(config.model) * DTYPES[config.model.dtype].itemsize, placement.tensor_parallel
     process = _PROCESS + (GPU_WORKSPACE if config.generation.engine == "vllm" else 0)
@@ -320,7 +319,7 @@ def worker_parts(config: Config, placement: Placement, cache: int) -> dict[str, 
 
 
 def kv_positions(config: Config, prompts: PromptLengths | None = None) -> int:
-    """Positions of the engine's cache: as configured, or enough for all sequences at once with the longest of these prompts."""
+    """Positions in the engine's cache: as configured, or else enough for `engine.max_sequences` sequences of the largest length."""
     configured, sequences = config.engine.kv_positions, config.engine.max_sequences
     assert sequences is not None
     return configured or max(sequences * (_longest(config, prompts) + config.rollout.max_tokens), row_limit(config))
@@ -331,7 +330,7 @@ def _longest(config: Config, prompts: PromptLengths | None) -> int:
 
 
 def _meminfo(name: str) -> int:
-    """Bytes of a line of /proc/meminfo. Without this file (not Linux) a number above all memory."""
+    """Bytes in the line `name` of /proc/meminfo. Where this file does not exist: 2**62, more than any memory."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return 1 << 62

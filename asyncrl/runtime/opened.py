@@ -71,14 +71,14 @@ _SHOWN_EVERY_S = 1.0
 REWARD_MODELS = "reward models"
 # The kind of the message with which a rank that ends early says why, and the time limit for sending the message.
 END_REASON, _SEND_S = "ended", 1.0
-# If one of these errors or a signal ends a rank that only generates, the run goes on: other ranks need not have the same error.
+# If one of these errors, or a signal, ends a rank that only generates, the run goes on, because other ranks may be well.
 _OF_ONE_RANK = PlatformError, TransportError, WorkerDied, StallError, RankLost
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The state of a run, or its result. `books`: the ledger's numbers. `reasons`: reason of a dropped or failed group -> count.
-    `shares`: `busy/*` and `idle/*` of the run. `history`: (version, metrics) of the newest 2,000 lines."""
+    """The state of a run, or its result. `books`: the ledger's numbers. `reasons`: `dropped: REASON` or `failed: REASON` -> groups.
+    `shares`: metrics `busy/*` and `idle/*`, as fractions of the run. `history`: (version, metrics) of the newest 2,000 lines."""
 
     version: int
     books: LedgerStatistics
@@ -91,7 +91,7 @@ class RunSummary:
 class OpenRun:
     """The parts of an open run. `opening.open_run` sets the attributes below."""
 
-    # In the order of the opening. A dry run has no policy, core, verdict, round, reward models and model description.
+    # A dry run has no policy, core, verdict, round, reward models and model description.
     saved: SavedRun | None = None  # the checkpoint that is resumed
     journal: Journal
     lanes: tuple[Any, ...]  # ThreadLane | SimulatedLane; the first is the trainer's
@@ -100,14 +100,14 @@ class OpenRun:
     core: TorchTrainer | None = None
     peak_flops: float | None = None  # FLOP/s of the GPU (performance.py)
     verdict: Verdict | None = None
-    round: Round | None = None  # only under fsdp, whose microbatches are collectives
+    round: Round | None = None  # only under fsdp with collectives in each microbatch
     agents: Agents | None = None  # on ranks that generate
     endpoint: LazyEndpoint | None = None  # on ranks that generate
     reward_models: Sequence[RewardModel] = ()  # in the order of `reward.model`, on the first lane
     # On rank 0: the first rank that has loaded its reward models, and their fingerprints.
     first_rewards: tuple[int, list[str]] | None = None
     placement_line: str = ""  # a sentence: device and threads of the engine
-    line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
+    line: LineServer | LineClient | None = None  # to the other ranks; None if there can be none
     ledger: LineLedger | None = None  # made with the line
     positions: Positions | None = None  # made with the line, on ranks that train
     # Only if ranks have different roles:
@@ -123,7 +123,7 @@ class OpenRun:
     ports: Ports
     checkpointer: Checkpointer
     profiler: StepProfiler
-    prompts: PromptSource | None = None  # None if groups are submitted
+    prompts: PromptSource | None = None  # None if groups are submitted, or only others read prompts
     graph: Graph
 
     def __init__(
@@ -138,11 +138,11 @@ class OpenRun:
         self.stack = stack
         self.supervisor = Supervisor()
         self.stopped_by: str | None = None  # the name of a signal
-        # Other rank -> why it ends, in its own words. On rank 0: training ranks; on the others: rank 0.
+        # Another rank -> the reason that it sent for its end. Rank 0 has the reasons of training ranks, other ranks that of rank 0.
         self.end_reasons: dict[str, RankLost] = {}
         self.ended_by: BaseException | None = None  # the error that ended the pumps
         self.stalled = False  # another rank has reported a standstill of the run
-        # On rank 0: rank without which the run goes on -> time, reason.
+        # On rank 0: a lost rank without which the run goes on -> time, reason.
         self.lost: dict[str, tuple[float, str]] = {}
         self._began = time.perf_counter()
         self._stop_agreed = False
@@ -151,7 +151,7 @@ class OpenRun:
 
     @property
     def base(self) -> int:
-        """The base of `Ports`."""
+        """`Ports.base`: the version from which turns are counted."""
         if (joined := self.world.joined) is not None:
             return joined.base
         return self.saved.version - self.saved.turn * versions_per_batch(self.config) if self.saved else 0
@@ -194,8 +194,8 @@ class OpenRun:
         return f"first step: {claimed}/{groups} groups in training, {scored}, {tokens}"
 
     async def run(self) -> RunSummary:
-        """Train to the end on the prompts or on the groups of the ring. Errors: ConfigError without either; LifecycleError if
-        called twice; the error that ends the pumps."""
+        """Train to the end on the prompts or on the groups of the ring. Errors: ConfigError if the run has neither; LifecycleError
+        if called twice; the error that ends the pumps."""
         if self.prompts is None and self.config.door.ring is None and self.role_parts is None:
             raise ConfigError("Runtime.run needs prompts: set data.train or door.ring, or pass Runtime prompts=[...]")
         if self._ran:
@@ -207,7 +207,6 @@ class OpenRun:
         return self.summary()
 
     def summary(self) -> RunSummary:
-        """The state of the run, or its result after the end."""
         return RunSummary(
             version=self.ports.trainer.version,
             books=self.ports.ledger.statistics(),
@@ -229,7 +228,7 @@ class OpenRun:
         if not (self.graph.busy or self._in_at_version or self.graph.evaluations.progress):
             return None
         if self.role_parts is not None and not self.world.is_first:
-            return None  # rank 0 alone knows the progress of all ranks that generate
+            return None  # only rank 0 knows the progress of all ranks that generate
         books = self.ports.ledger.statistics()
         groups = books.admitted, books.trained, books.dropped, books.failed
         # Tokens count as progress, so a long episode is no standstill. An endless episode is ended by `rollout.timeout_s`.
@@ -255,8 +254,8 @@ class OpenRun:
 
     async def _at_version(self, version: int, first: bool = False) -> None:
         """Evaluate if due, write the line of metrics, and save a checkpoint if due. The slots of the step are released afterwards.
-        The checkpoint comes last, so a run that is killed and resumed misses no line. If an evaluation runs beside further steps,
-        the next lines and checkpoint files are written after it; the state is copied at once. `first`: the run's first version."""
+        The checkpoint comes last, so a run that is killed and resumed misses no line. While an evaluation runs beside further
+        steps, lines and checkpoint files wait, but a checkpoint's state is copied at once. `first`: the run's first version."""
         self._in_at_version = True
         try:
             await self.checkpointer.check_directory()
@@ -264,7 +263,7 @@ class OpenRun:
             await self._agree_on_time()
             await self.checkpointer.announce(version, self.graph.waiting_prompt)
             last = self.graph.is_last_version()
-            # The last counts of other ranks come with their last reports, at the end.
+            # Other ranks send their last counts at the end of the run. `hold` lets the last line wait for them.
             write = self.journal.hold if last and self.dispatch is not None else self.journal.write
             await self.graph.evaluate(version, partial(write, version), first=first, last=last)
             if self.checkpointer.due(version, last):
@@ -274,13 +273,13 @@ class OpenRun:
             self._in_at_version = False
 
     async def _catch_up(self, last: bool) -> None:
-        """Called before the first step: does the work at the first version of a new run, or an evaluation that a resumed run has
-        missed. With `last` called after the last step: rank 0 evaluates the last version, unless `_at_version` has done so."""
+        """Before the first step (`last=False`): does the work of `_at_version` for the first version of a new run, or an evaluation
+        that a resumed run missed. After the last step (`last=True`): rank 0 evaluates the last version if `_at_version` has not."""
         version = self.ports.trainer.version
         if not last and self.saved is None:
             await self._at_version(version, first=True)
         elif (self.world.is_first or not last) and self.graph.evaluations.is_behind(version, last):
-            # With `last=True` the evaluation is due at any version, and the training waits for it.
+            # The argument `last=True` makes the evaluation due at any version, and lets the training wait for it.
             self.journal.live.note(f"evaluating version {version}, which was not evaluated yet")
             await self.graph.evaluate(version, partial(self.journal.write, version), first=False, last=True)
 
@@ -293,7 +292,7 @@ class OpenRun:
 
     async def _agree_on_time(self) -> None:
         """If the time limit has passed on any rank, make the next step the last on all ranks.
-        Some ranks may be in that step already. No rank has finished the step, because its end waits for this publish."""
+        Some ranks may be in that step already. No rank has finished it, since a step ends only after the collective below."""
         if len(self.world.roles.train) == 1 or self.config.train.time_limit_s is None or self._stop_agreed:
             return
         ranks = self.world.train
@@ -321,7 +320,7 @@ class OpenRun:
             return await self.remote.leave()
         if self.dispatch is not None:
             await self.dispatch.wait_finished([f"rank {rank}" for rank in range(1, self.world.world_size)])
-            # Groups that were between two ranks when sender and receiver stopped.
+            # Only groups that were on their way between two ranks when both stopped are still live.
             for ticket in ledger.live_groups(everywhere=True):
                 await ledger.end(ticket, "dropped", "the run ended first")
         while self.line is not None:
@@ -349,7 +348,7 @@ class OpenRun:
         stopped |= isinstance(error, RankLost) and error.stopped_by is not None
         with anyio.CancelScope(shield=True):
             self.stages.begin("ending the live groups")
-            # `end_all` below ends the live groups, which `rank_state` must contain.
+            # Before `end_all` below ends the live groups: `rank_state` must contain them.
             version, state = self.ports.trainer.version, self.checkpointer.rank_state(self.graph.waiting_prompt)
             outcome = "closed" if error is None else f"run ended: {type(error).__name__}"
             try:
@@ -357,11 +356,12 @@ class OpenRun:
                     if error is not None and self.line is not None:
                         await self._send_end_reason(error)
                     if error is not None and self.world.world_size > 1:
-                        left = await self.positions.leave(version, self.stopped_by) if self.positions else ({}, [])
-                        signals = [end.stopped_by for end in left[0].values()]
+                        leave = partial(self.positions.leave, version, self.stopped_by) if self.positions else None
+                        ends, lost_indices = await leave() if leave else ({}, [])
+                        signals = [end.stopped_by for end in ends.values()]
                         signals += [ended.stopped_by for ended in self.end_reasons.values()]
                         stop_signal = next(filter(None, signals), None)
-                        lost = [self.world.roles.train[index] for index in left[1]]
+                        lost = [self.world.roles.train[index] for index in lost_indices]
                         missing = [rank for rank in lost if f"rank {rank}" not in self.end_reasons]
                         if stop_signal is not None and isinstance(error, RankLost):
                             # Perhaps all ranks are being stopped, and the signal to this rank has not arrived yet.
@@ -369,11 +369,11 @@ class OpenRun:
                             stopped = True
                         elif missing and isinstance(error, RankLost):
                             names = " and ".join(f"rank {rank}{self.world.roles.shared(rank)}" for rank in missing)
-                            error.add_note(f"{names} did not say why: killed, stopped or hanging, or a lost machine")
+                            error.add_note(f"{names} gave no reason: killed, stopped, hanging, or on a lost machine")
                         # Another rank may wait in a collective that this rank will never join. `World.leave` ends that wait.
                         await offload(self.world.leave, "leave")
                     await self.graph.intake.end_plays()
-                    # With roles rank 0 saves the live groups of all ranks, so no other rank may end them first.
+                    # If ranks have different roles, rank 0 saves the live groups of all ranks. So no other rank may end them first.
                     if error is None or self.remote is None:
                         await self.ports.book.end_all(outcome)
                     self.stages.begin("writing the last metrics")
@@ -394,17 +394,16 @@ class OpenRun:
                 self._check_books()
 
     async def _send_end_reason(self, error: BaseException) -> None:
-        """Notify rank 0, or on rank 0 all ranks, that this rank ends early. A collective on nccl would wait for this rank."""
+        """Notify rank 0, or on rank 0 all ranks, that this rank ends early. With nccl, collectives would wait for this rank."""
         from asyncrl.distributed.line import LineServer
 
         world, line = self.world, self.line
-        shared = world.roles.shared(world.rank)
-        reason = f"rank {world.rank} has ended: {first_line(error)}{shared}"
+        reason = f"rank {world.rank} has ended: {first_line(error)}{world.roles.shared(world.rank)}"
         if isinstance(error, RankLost):
             reason = str(error)
         stopped_by = self.stopped_by or (error.stopped_by if isinstance(error, RankLost) else None)
         if isinstance(error, RankLost) and isinstance(line, LineServer):
-            # A collective fails before the line gives a dead rank up, and its error does not name that rank.
+            # The error of a collective does not name the dead rank. Collectives fail before the line gives the dead rank up.
             down = {peer for peer, silence_s in line.silences().items() if silence_s} - self.end_reasons.keys()
             # A rank that only generates is in no collective.
             for rank in (rank for rank in world.roles.train if f"rank {rank}" in down):
@@ -414,7 +413,7 @@ class OpenRun:
         one_rank = self.stopped_by is not None or isinstance(error, _OF_ONE_RANK)
         stalled = self.stalled or isinstance(error, StallError)
         ended = {"reason": reason, "stopped_by": stopped_by, "one_rank": one_rank, "stalled": stalled}
-        # The other end of the line may be gone, or read nothing any more.
+        # The other end of the line may be gone, or may not read any more.
         with contextlib.suppress(RankLost, LifecycleError), anyio.move_on_after(_SEND_S):
             if isinstance(line, LineServer):
                 await line.tell_all(END_REASON, ended)

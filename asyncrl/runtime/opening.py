@@ -1,6 +1,6 @@
-"""Opens a decided run, in this order: run directory and journal, other ranks, ports, prompts, checkpoint, pumps.
+"""Opens a run whose settings are resolved. Order: run directory and journal, other ranks, ports, prompts, checkpoint, pumps.
 
-All parts are on one exit stack, which closes them in the opposite order, also after a start that failed.
+All parts are on one exit stack, which closes them in the opposite order, also if the opening fails.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def open_run(
     stages.begin("opening the ledger")
     await open_ports(run)
     stack.callback(stages.begin, "closing the engine, the reward workers and the lanes")
-    # Watched from now on: loading the model may exceed the time limit of a closure.
+    # The watchdog limits the time of every closure on these lanes. Not earlier, because loading the model may take longer.
     stages.lanes.extend(run.lanes)
     stages.begin("reading the prompts")
     with recorder.wait("runtime", "the prompts", on="disk", cause="start"):
@@ -54,7 +54,7 @@ async def open_run(
     if run.dispatch is not None and run.prompts is not None:
         run.dispatch.start(run.prompts, run.ports.ledger)
     stages.begin("opening what the run writes")
-    await _open_journal(run, notes)
+    await _open_sinks(run, notes)
     run.make_pumps(held_out)
     stack.enter_context(rare_collections())
     nodes = Nodes(run, run.line) if isinstance(run.line, LineServer) else None
@@ -71,7 +71,7 @@ async def open_run(
 
 
 async def _open_directory(run: OpenRun) -> None:
-    """Lock the run directory, find the checkpoint to resume from, and open the journal."""
+    """Lock the run directory, find the checkpoint to resume from, and make the journal; `_open_sinks` opens its files."""
     config, directory, stages = run.config, run.directory, run.stages
     stages.begin("opening the run directory")
     opened: list[str] = []
@@ -80,16 +80,16 @@ async def _open_directory(run: OpenRun) -> None:
         run.stack.callback(directory.close)
         opened = await offload(lambda: directory.open(config, is_first=run.world.is_first), "run-directory")
     run.saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")
-    # The journal removes lines after this version. A restart without a checkpoint begins anew: -1 removes all lines.
+    # The journal removes the lines after version `since`: all (-1) if a restart finds no checkpoint, none (None) in a new run.
     since = -1 if directory and directory.restart else None
     if run.saved:
         since = run.saved.version
         opened.append(f"resume: {run.saved.checkpoint.path}")
-    written, lines = directory if run.world.is_first else None, run.world.joined is not None
+    writable, plain = directory if run.world.is_first else None, run.world.joined is not None
     rollouts_in = directory.path if directory and run.world.trains else None
     last = last_version(config, run.base, run.decided.row_count)
-    options: dict[str, Any] = {"last": last, "lines": lines, "rollouts_in": rollouts_in, "rank": run.world.rank}
-    run.journal = Journal(config, written, run.recorder, since, run.base, **options)
+    options: dict[str, Any] = {"last": last, "plain": plain, "rollouts_in": rollouts_in, "rank": run.world.rank}
+    run.journal = Journal(config, writable, run.recorder, since, run.base, **options)
     await run.stack.enter_async_context(run.journal)
     run.stack.callback(stages.begin, "closing the sinks of metrics")
     stages.display = run.journal.live.status
@@ -97,8 +97,8 @@ async def _open_directory(run: OpenRun) -> None:
         run.journal.live.note(line)
 
 
-async def _open_journal(run: OpenRun, notes: list[str]) -> None:
-    """Open sinks and profiler, and show the notes of the start. `notes`: about the prompts."""
+async def _open_sinks(run: OpenRun, notes: list[str]) -> None:
+    """Open the sinks of the journal, and the profiler. Show the notes of the start. `notes`: those about the prompts."""
     config, journal, policy = run.config, run.journal, run.policy
     journal.reserve = run.checkpointer.bytes_needed()
     await journal.open(partial(decode, run.tokenizer))

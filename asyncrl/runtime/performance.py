@@ -1,4 +1,4 @@
-"""The share of a GPU's FLOP/s that a step reaches, and the range of a few steps for `nsys profile -c cudaProfilerApi`."""
+"""The fraction of a GPU's peak FLOP/s that a step reaches, and the range of steps for `nsys profile -c cudaProfilerApi`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PEAK_TFLOPS = (
 
 
 def stated_peak(name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s in the data sheet of the card that torch calls `name`. None for other dtypes than bfloat16 and for unknown cards."""
+    """Peak FLOP/s in the data sheet of the GPU that torch calls `name`. None for an unknown GPU, or a dtype other than bfloat16."""
     tflops = next((tflops for pattern, tflops in _PEAK_TFLOPS if re.search(pattern, name)), None)
     return None if dtype != torch.bfloat16 or tflops is None else tflops * 1e12
 
@@ -45,7 +45,7 @@ def needed_flop(report: StepReport, policy: PolicyModel, config: Config) -> floa
     A token costs 2 per parameter of a matrix product in the forward pass and 4 in the backward pass. Sampling is one forward (2).
     Each update is a forward and a backward (6; 4 with adapters). A reference model is one more forward (2). A prompt counts once
     per group, without the head. Attention over the context, norms, softmax, the products of adapters and the optimizer are not
-    counted, so the share of the peak is a little too low."""
+    counted, so the fraction of the peak is a little too low."""
     head = policy.head.weight.numel()
     trajectories = [trajectory for group in report.groups for trajectory in group.trajectories]
     prompts = sum(group.prompt.ids.size for group in report.groups)
@@ -78,7 +78,7 @@ class StepProfiler:
             )
 
     async def at(self, version: int) -> None:
-        """Open the range if `version`, just published, is its first version; close it at its last version."""
+        """Call when `version` has been published. Opens the range at the first version in it, and closes the range at the last."""
         if self._recording and version >= self._last_version:
             await self._stop(version)
         elif self._pending and not self._recording and self._first_version <= version < self._last_version:
@@ -86,7 +86,7 @@ class StepProfiler:
             await self._lane.run(torch.cuda.profiler.start, name="profile/start", priority=2)
 
     async def close(self, version: int) -> None:
-        """Close a range that is still open at the end of the run, at `version`."""
+        """At the end of the run, at `version`: close a range that is still open, or note that nothing was profiled."""
         if self._recording:
             await self._stop(version)
         elif self._pending:
@@ -95,7 +95,7 @@ class StepProfiler:
             )
 
     def _end(self) -> None:
-        # The profiler must record the end of all kernels that were launched.
+        # The GPU may still run kernels that were launched. Without the wait the profile would lack their ends.
         torch.cuda.synchronize(self._device)
         torch.cuda.profiler.stop()
 

@@ -25,10 +25,10 @@ KNOWN = {
     "H200": (141, (9, 0)), "L4": (24, (8, 9)), "L40S": (48, (8, 9)), "RTX4090": (24, (8, 9)), "T4": (16, (7, 5)),
     "V100": (32, (7, 0)),
 }  # fmt: skip
-# The part of a GPU's memory that tensors can use: the driver and the CUDA context take the rest.
+# The fraction of a GPU's memory that tensors can use: the driver and the CUDA context take the rest.
 _USABLE = 0.97
-# A model on a CPU gets one thread for each 3 million weights. With more threads the operations are so short that threads wait for
-# each other longer than they compute, above all if another program takes a core.
+# On a CPU, a model gets one thread per 3 million weights. With more threads the operations are so short that threads wait for each
+# other longer than they compute, especially if another program takes a core.
 _WEIGHTS_PER_THREAD = 3_000_000
 _CPU = torch.device("cpu")
 PLAIN_MESSAGE = "runs on the plain path, whose states and caches have not been compared with vLLM's"
@@ -56,7 +56,7 @@ class Cards:
 
 @dataclass(frozen=True, slots=True)
 class AssumedCards(Cards):
-    """`nodes` machines with `per_node` GPUs each, of the kind `name`, a key of KNOWN. This machine need not have such a GPU."""
+    """GPUs that a plan assumes: `nodes` machines with `per_node` GPUs each. `name`: the kind of the GPUs, a key of KNOWN."""
 
     nodes: int
     per_node: int
@@ -105,9 +105,9 @@ class AssumedCards(Cards):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`devices`: of this rank's workers, `tensor_parallel` each; empty: the engine shares the trainer's lane, or this rank does not
-    generate. `threads`: of each process of a worker; `trainer_threads`: of the trainer's lane. `line`: what was chosen, and why.
-    `trainer`: the device of the trainer and of the weight board. `trains`, `generates`: the role of this rank."""
+    """Where a rank trains and generates. `devices`: `tensor_parallel` for each of its workers; empty: its engine is on the lane of
+    the trainer, or it does not generate. `threads`: of each process of a worker; `trainer_threads`: of the trainer's lane. `line`:
+    what was chosen, and why. `trainer`: device of the trainer and of the weight board. `trains`, `generates`: the rank's role."""
 
     devices: tuple[torch.device, ...]
     threads: int
@@ -120,20 +120,20 @@ class Placement:
 
     @property
     def workers(self) -> int:
-        """Number of workers of this rank. See `devices` for 0."""
+        """Number of workers of this rank; 0 if `devices` is empty."""
         return len(self.devices) // self.tensor_parallel
 
     def share(self, total: int) -> int:
-        """`total` divided by the number of engines, rounded up."""
+        """`total` divided by the number of workers (at least 1), rounded up."""
         return -(-total // max(self.workers, 1))
 
     def on_other_device(self, number: int) -> bool:
-        """Whether this process of a worker is on another device than the trainer. Such a process reads a copy of the board.
-        `number`: of the process, which is the number of the worker unless workers are split."""
+        """Whether a process of a worker is on another device than the trainer. Such a process reads a copy of the board.
+        `number`: the index of the process in `devices`; without `tensor_parallel`, the number of the worker."""
         return self.devices[number] != self.trainer
 
     def message(self, number: int) -> dict[str, Any]:
-        """For the setup of this worker: the devices of its processes, and whether each reads a copy of the board."""
+        """For the setup of worker `number`: the devices of its processes, and whether each process reads a copy of the board."""
         processes = range(number * self.tensor_parallel, (number + 1) * self.tensor_parallel)
         devices = [str(self.devices[process]) for process in processes]
         return {"devices": devices, "copies": [self.on_other_device(process) for process in processes]}
@@ -159,7 +159,7 @@ def _reason_for_embedded(config: Config, device: torch.device) -> str | None:
         return "nothing generates in workers"
     if config.algorithm.router_replay:
         return "algorithm.router_replay is true"
-    # In float32 the check of outputs allows little difference between two engines.
+    # For other dtypes `algorithm.mismatch_gate` is by default 0.001 nats, and two engines may differ by more.
     if config.model.dtype != "bfloat16":
         return f"model.dtype is {config.model.dtype}"
     if (problem := vllm_problem(device.type)) is not None:
@@ -181,8 +181,8 @@ def embedded_on_plain_path(config: Config, path: str) -> tuple[Config, list[str]
 
 
 def longest_row(text: Any) -> int | None:
-    """The tokens of the longest row that vLLM computes, by the text part of a model's configuration. None: not known. If a factor
-    scales the rotary positions, vLLM computes the length itself."""
+    """The most tokens of a row in vLLM. `text`: the text part of a model's configuration. None: not known, for example because a
+    factor scales the rotary positions: vLLM then computes the length itself."""
     rope = getattr(text, "rope_parameters", None) or {}
     if any("factor" in part for part in (rope, *rope.values()) if isinstance(part, dict)):
         return None
@@ -195,15 +195,15 @@ def place(
 ) -> Placement:
     """The placement of this rank, whose trainer is on `device`. `weights`: number of weights of the model; None: not known.
     `cards`: the machine's GPUs; None: the GPUs that torch sees. Errors: ConfigError for a device whose memory workers cannot share,
-    or a missing engine."""
+    or if vLLM is chosen and not installed."""
     count = (cards or Cards()).count
     generation = config.generation
     vllm = generation.engine == "vllm"
     configured = bool(generation.workers or generation.threads or generation.devices)
     trainer = _with_index(device)
-    # The device of a rank that only generates is free for its workers.
+    # By default, workers of a rank that only generates use the rank's own device, on which nothing trains.
     spare = _spare(trainer, world, count) if world.trains else []
-    # An engine on the trainer's lane could not answer an evaluation of rank 0 while its rank waits for rank 0 at the end of a step.
+    # If roles differ, the engine needs workers: a lane that waits for rank 0 after a step cannot sample for rank 0's evaluation.
     by_auto = generation.placement == "auto" and (configured or vllm or bool(spare) or world.roles.differ)
     in_workers = generation.placement == "worker" or by_auto
     if not (in_workers and world.generates) or config.engine.kind == "dry_run":
@@ -218,7 +218,7 @@ def place(
     devices = _devices(config, trainer, world, spare, count)
     split = generation.tensor_parallel
     workers = len(devices) // split
-    per_worker, trainer_threads, why_threads = _threads(config, trainer, world, weights, len(devices))
+    per_process, trainer_threads, why_threads = _threads(config, trainer, world, weights, len(devices))
     if not world.trains:
         reason = "this rank only generates"
     elif generation.placement != "auto":
@@ -233,41 +233,41 @@ def place(
     beside = f", {trainer_threads} for the trainer" if world.trains else ""
     line = (
         f"generation: {workers} worker(s){engine}{f', each split over {split} devices,' if split > 1 else ''} on {names}, "
-        f"{per_worker} thread(s) each{beside} ({reason}); threads: {why_threads}"
+        f"{per_process} thread(s) each{beside} ({reason}); threads: {why_threads}"
     )
-    return Placement(devices, per_worker, trainer_threads, line, trainer, split, world.trains)
+    return Placement(devices, per_process, trainer_threads, line, trainer, split, world.trains)
 
 
 def _threads(
-    config: Config, trainer: torch.device, world: World, weights: int | None, workers: int
+    config: Config, trainer: torch.device, world: World, weights: int | None, processes: int
 ) -> tuple[int, int, str]:
-    """(threads of a worker, threads of the trainer, the reason): from the settings, else from OMP_NUM_THREADS, else this rank's
-    part of the free cores, divided by its processes."""
-    per_worker, own = config.generation.threads, config.threads
+    """(threads of a process of a worker, threads of the trainer, the reason): from the settings, else from OMP_NUM_THREADS, else
+    this rank's part of the free cores, divided by its processes. `processes`: of all workers of this rank."""
+    per_process, for_trainer = config.generation.threads, config.threads
     omp = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if own and (per_worker or not workers):
-        return per_worker or own, own, "as set"
+    if for_trainer and (per_process or not processes):
+        return per_process or for_trainer, for_trainer, "as set"
     if omp.strip().isdecimal() and int(omp) > 0:
-        return per_worker or int(omp), own or int(omp), f"OMP_NUM_THREADS={omp.strip()}"
+        return per_process or int(omp), for_trainer or int(omp), f"OMP_NUM_THREADS={omp.strip()}"
     free = free_cores()
     rank_cores, limit = max(1, free // world.local_world_size), free
     reason = f"{free} of {os.cpu_count()} cores are free"
     if trainer.type == "cpu" and weights is not None:
         limit = max(1, weights // _WEIGHTS_PER_THREAD)
         reason += f", and {weights:,} weights are worth {limit}"
-    per_worker = per_worker or min(limit, max(1, rank_cores // (workers + 1)))
-    return per_worker, own or min(limit, max(1, rank_cores - workers * per_worker)), reason
+    per_process = per_process or min(limit, max(1, rank_cores // (processes + 1)))
+    return per_process, for_trainer or min(limit, max(1, rank_cores - processes * per_process)), reason
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device with its index: the device of a tensor has one, and `==` compares it. A CPU has no index."""
+    """The device with an index, as the device of a CUDA tensor has: for `==`, `cuda` and `cuda:0` differ. A CPU gets no index."""
     if device.type == "cuda":
         return torch.device("cuda", device.index or 0)
     return torch.device(device.type)
 
 
 def _spare(trainer: torch.device, world: World, count: int) -> list[torch.device]:
-    """This rank's part of the GPUs on which no rank of this machine trains. Empty if there are fewer such GPUs than ranks.
+    """This rank's part of the GPUs on which no rank of this machine trains. Empty if this machine has fewer such GPUs than ranks.
     `count`: the GPUs of this machine."""
     if trainer.type != "cuda" or torch.version.hip is not None:
         return []
@@ -280,9 +280,9 @@ def _spare(trainer: torch.device, world: World, count: int) -> list[torch.device
 def _devices(
     config: Config, trainer: torch.device, world: World, spare: Sequence[torch.device], gpus: int
 ) -> tuple[torch.device, ...]:
-    """`generation.tensor_parallel` devices for each worker of this rank, in one tuple. The ranks of a machine get
-    `generation.devices` in turn, and share a device if there are too few. Without that setting workers use spare GPUs, else the
-    trainer's device. Errors: ConfigError."""
+    """`generation.tensor_parallel` devices for each worker of this rank, in one tuple. `generation.devices` are dealt to the ranks
+    of a machine in turn; ranks share devices if these are too few. Without `generation.devices` workers use the spare GPUs, or if
+    there are none the trainer's device. Errors: ConfigError."""
     named = [_parse_device(text, trainer, gpus) for text in config.generation.devices]
     rank, ranks = world.local_rank, world.local_world_size
     devices = (named[rank::ranks] or [named[rank % len(named)]]) if named else ([*spare] or [trainer])
@@ -311,13 +311,13 @@ def _parse_device(text: str, trainer: torch.device, count: int) -> torch.device:
         )
     if device.type == "cuda" and (device.index is None or device.index >= count):
         raise ConfigError(
-            f"generation.devices has {text}, and torch sees {count} GPU(s) here; give numbers from cuda:0 to cuda:{count - 1}"
+            f"generation.devices has {text}, and torch sees {count} GPU(s) here; give names from cuda:0 to cuda:{count - 1}"
         )
     return _with_index(device)
 
 
 def _refuse_workers(device: torch.device, world: World) -> None:
-    """Errors: ConfigError for a trainer whose weights workers cannot read."""
+    """Errors: ConfigError if workers cannot read the weights of a trainer on `device`."""
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and torch.version.hip is not None):
         remedy = "leave distributed.roles out" if world.roles.differ else "use generation.placement=shared"
         raise ConfigError(

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 def plan(config: Config, assumed: AssumedCards | None = None) -> str:
     """The text of `--dry-run`: resolved configuration, predicted memory, staleness bound, slots. `assumed`: GPUs to plan for
     instead of those of this machine. Writes nothing. Call `check_start` first. Errors: ConfigError, DataError."""
-    cards, world, roles = assumed or Cards(), *_planned_world(config, assumed)
-    by_auto = config.generation.engine == "auto"
+    cards, world = assumed or Cards(), _planned_world(config, assumed)
+    engine_was_auto = config.generation.engine == "auto"
     config, device, choices = choose_settings(config, world, cards)
     verdict = _verdict(config) if config.train.kind == "torch" else None
-    if by_auto and verdict is not None:
+    if engine_was_auto and verdict is not None:
         config, plain_lines = embedded_on_plain_path(config, verdict.path.name)
         if plain_lines:
             choices = (*(line for line in choices if not line.startswith("generation.engine")), *plain_lines)
@@ -45,7 +45,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         f"slots: {slots(config)} groups ({slots(config) * config.rollout.group_size} sequences) over {world.world_size} rank(s)",
         f"per step: {config.rollout.groups_per_step} groups x {config.rollout.group_size} = {per_step} sequences",
         f"staleness bound: a trained token is at most {staleness_bound(config)} policy versions old",
-        *(roles.describe(rank) for rank in range(world.world_size) if roles.differ),
+        *(world.roles.describe(rank) for rank in range(world.world_size) if world.roles.differ),
     ]
     if verdict is not None:
         from asyncrl.models.loading import describe_module, load_tokenizer_of, parameter_count
@@ -53,24 +53,24 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         missing_ends, missing_text = text_notes(config, describe_module(config.model), load_tokenizer_of(config.model))
         prompts = measure_prompts(config)
         weights = parameter_count(config.model)
-        placed_as = partial(place, config, device, weights=weights, cards=cards)
-        placements = {name: placed_as(each) for name, each in _kinds(world).items()}
+        place_rank = partial(place, config, device, weights=weights, cards=cards)
+        placements = {name: place_rank(each) for name, each in _kinds(world).items()}
         cut = None
         if config.distributed.sharding == "fsdp":
             cut = cut_model(config, device, world, next(iter(placements.values())), cards)
-        predict = partial(predicted, config, len(roles.train), prompts, verdict.path, cut=cut)
+        predict = partial(predicted, config, len(world.roles.train), prompts, verdict.path, cut=cut)
         memory: list[str] = []
         for name, placed in placements.items():
             memory += [f"predicted memory of {name}:", table(parts := predict(placed))]
             memory += _notes(memory_warnings(parts, device, cards))
             if placed.workers and placed.on_other_device(0):
-                # As if trainer and engine shared a device: the cache of all workers.
+                # With `devices=()` the engine is on the trainer's device: its cache is as large as those of all workers together.
                 worker = worker_parts(config, placed, predict(replace(placed, devices=()))["cache"])
                 memory += ["predicted memory of one worker:", table(worker)]
                 memory += _notes(memory_warnings(worker, placed.devices[0], cards))
         lines += [
             *choices,
-            *([] if cut is None else [cut.line(len(roles.train))]),
+            *([] if cut is None else [cut.line(len(world.roles.train))]),
             *dict.fromkeys(placed.line for placed in placements.values()),
             *(_roles(config, world, weights, assumed) if assumed else ()),
             *verdict.lines(),
@@ -83,8 +83,8 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
     return "\n".join([*lines, *_notes(warnings(config, row_count(config))), *([restart] if restart else [])])
 
 
-def _planned_world(config: Config, assumed: AssumedCards | None) -> tuple[World, Roles]:
-    """Rank 0 of the run that is planned, and the roles of its ranks. Errors: ConfigError."""
+def _planned_world(config: Config, assumed: AssumedCards | None) -> World:
+    """The World of rank 0 (under torchrun: of this rank) in the planned run, with the roles of all ranks. Errors: ConfigError."""
     world = World.from_env()
     if assumed is not None:
         ranks = assumed.ranks(config)
@@ -92,7 +92,7 @@ def _planned_world(config: Config, assumed: AssumedCards | None) -> tuple[World,
     elif "WORLD_SIZE" not in os.environ:
         world = World(0, Roles.ranks_named(config.distributed), 0, 1)
     world.roles = Roles.resolve(config.distributed, world.world_size)
-    return world, world.roles
+    return world
 
 
 def _kinds(world: World) -> dict[str, World]:
@@ -103,10 +103,9 @@ def _kinds(world: World) -> dict[str, World]:
         f"rank {rank}" if roles.differ else "one rank": replace(world, rank=rank) for rank in sorted(first.values())
     }
     if roles.listens and not roles.receivers:
-        # A node that joins only generates, as a rank of its own. Its devices are taken to be those of this machine.
-        joins = replace(roles, generate=(world.world_size,))
-        joined = replace(world, rank=world.world_size, local_rank=0, local_world_size=1, roles=joins)
-        kinds["a node that joins"] = joined
+        # A joining node is a rank that only generates. The plan assumes that it has the devices of this machine.
+        node = replace(world, rank=world.world_size, local_rank=0, local_world_size=1)
+        kinds["a node that joins"] = replace(node, roles=replace(roles, generate=(node.rank,)))
     return kinds
 
 
@@ -134,13 +133,13 @@ def _roles(config: Config, world: World, weights: int, assumed: AssumedCards) ->
 
 
 def text_notes(config: Config, module: Any, tokenizer: Any) -> tuple[list[str], list[str]]:
-    """As `data.texts.notes`, with the tokens that end a completion of this model."""
+    """(warnings of completions without an end, warnings of missing text), as `data.texts.notes`, with the model's EOS tokens."""
     end_ids = {*eos_token_ids(module, tokenizer), *sampling_params(config.rollout, tokenizer).stop_token_ids}
     return notes(config, tokenizer, end_ids)
 
 
 def _verdict(config: Config) -> Verdict:
-    """The gate's verdict on the model's class and configuration. The weights are not read: the probe has random weights."""
+    """The gate's verdict on the model's class and configuration. No weights are read: the probe has random weights."""
     # transformers takes seconds to import, and `train.kind: dry_run` needs no model.
     from asyncrl.models.loading import describe_module, load_tokenizer_of, require_ids_fit, require_saveable
 
@@ -156,8 +155,8 @@ def announcement(
     config: Config, directory: Path | None, verdict: Verdict | None, placed: str, *, rows: int | None
 ) -> list[str]:
     """The first lines of a run: sizes, placement, the model's path, and warnings about a resolved configuration.
-    `placed`: the sentence about the placement. `rows`: the number of training prompts; None if other processes or the program
-    sample the groups."""
+    `placed`: the sentence about the placement. `rows`: the number of training prompts; None if there are none, for example
+    because other processes sample the groups."""
     rollout = config.rollout
     lines = [
         f"{config.run.name}: preset {config.preset}, {rollout.groups_per_step} groups x {rollout.group_size} "
@@ -165,7 +164,7 @@ def announcement(
     ]
     lines += [placed, *verdict.lines(), *native_note(config)] if verdict else []
     if rows is None and verdict and verdict.rotary:
-        lines.append("note: other processes sample the groups: they must use the rotary frequencies named above")
+        lines.append("note: other processes that sample groups must use the rotary frequencies named above")
     return lines + [f"note: {warning}" for warning in warnings(config, rows)]
 
 

@@ -1,5 +1,5 @@
-"""Rank 0 knows the positions of all training ranks in their prompts. So rank 0 alone can write a checkpoint of the last committed
-version, even if other ranks have died. A collective would hang: ranks of a stopped run may never join.
+"""Sends rank 0 the positions of all training ranks in their prompts. So without fsdp rank 0 alone can write a checkpoint of the
+last committed version, even if other ranks have died. A collective instead would hang: ranks of a stopped run may never join it.
 
     every rank   announce(version), at each version    rank 0 gets the RankState, without the replay buffer
     rank 0       announce(version, save_next=True)     all ranks save the next version
@@ -7,9 +7,9 @@ version, even if other ranks have died. A collective would hang: ranks of a stop
     a rank that ends early
                  leave(version, signal)                rank 0 gets the rank's last version and the signal
 
-The announced state is exact for a checkpoint of that version: later groups of the rank were not trained, and a resumed run plays
-them again. If a rank ended before it announced the last version, rank 0 has the state at the version before. The rank's groups in
-the step between the two versions are in the shared ledger (`after_step`).
+The announced state is exact for a checkpoint of that version: groups that the rank takes later are not trained in it, and a resumed
+run plays them again. If a rank ended before it announced the last version, rank 0 has the rank's state at the version before.
+The ledger of rank 0 knows the rank's groups in the step between the two versions: `after_step` computes the missing state.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ RankState = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class EarlyEnd:
-    """The last version of a rank that ended early, and why the rank ended."""
+    """The last version of a rank that ended early, and the signal that stopped the rank."""
 
     version: int
-    stopped_by: str | None  # the name of a signal; None: the rank failed
+    stopped_by: str | None  # the name of the signal; None: the rank failed
 
 
 # A rank that ends early waits this long for the `EarlyEnd` of other ranks. A rank that is stuck in a collective sends none.
@@ -49,33 +49,33 @@ LEAVE_TIMEOUT_S = 2.0
 GATHER_TIMEOUT_S = 15.0  # torchrun kills a stopped rank after 30 s
 PARTS_TIMEOUT_S = 300.0  # other ranks of a sharded model write their parts first
 _POSITION, _EARLY_END = "position", "early end"
-_KEPT = 3  # versions of each rank
+_KEPT = 3  # newest versions of each rank
 
 
 class Positions:
-    """`line`: the server of rank 0, or this rank's client of that server. Rank 0 must make its `Positions` before others connect.
-    `numbers`: the numbers of the ranks that train. `rank`: this rank's index in `numbers`. All ranks here are such indices, except
-    in error texts."""
+    """On rank 0 collects the positions of the training ranks, elsewhere sends this rank's. `line`: the server of rank 0, or this
+    rank's client of that server. Rank 0 must make its `Positions` before others connect. `numbers`: of the ranks that train.
+    `rank`: this rank's index in `numbers`. All ranks here are such indices, except in error texts."""
 
     def __init__(self, line: LineServer | LineClient, rank: int, numbers: Sequence[int]) -> None:
         self._line = line
         self._rank, self._numbers = rank, numbers
         self._ranks = range(len(numbers))
         self._announced: int | None = None  # the newest version that this rank has announced
-        self._stop_deadline = math.inf  # of all waits; set by `hurry`
+        self._stop_deadline = math.inf  # time at which all waits of `gather` end; set by `hurry`
         # On rank 0. For each rank: version -> (state, JSON of the replay buffer).
         self._states: list[dict[int, tuple[RankState, bytes | None]]] = [{} for _ in self._ranks]
         # On rank 0. Rank -> its state in the checkpoint that is resumed.
         self.resumed: Mapping[int, RankState] = {}
         self._early_ends: dict[int, EarlyEnd] = {}
-        self._save_after: set[int] = set()  # the versions after these are saved
+        self._save_after: set[int] = set()  # the version that follows each of these is saved
         self._changed = asyncio.Event()
         if isinstance(line, LineServer):
             line.on(_POSITION, self._on_position)
             line.on(_EARLY_END, self._on_early_end)
 
     def hurry(self, timeout_s: float) -> None:
-        """End all waits for other ranks within `timeout_s` from now: this run is being stopped."""
+        """End all waits of `gather` within `timeout_s` from now: this run is being stopped."""
         self._stop_deadline = awake.now() + timeout_s
         self._notify()
 
@@ -83,7 +83,7 @@ class Positions:
         """Call once per version, before any rank can finish the next step. Returns whether to save this version.
         Rank 0 decides one version ahead (`save_next`), so all ranks get the same answer. Errors: RankLost."""
         if self._rank == 0 and save_next:
-            # No rank can ask too early: this rank joins the next step later.
+            # No rank has asked yet: other ranks ask at the next version, whose step needs this rank.
             self._save_after = {version, *sorted(self._save_after)[-_KEPT:]}
         save = await self._send(version, state)
         self._announced = version
@@ -95,7 +95,7 @@ class Positions:
         if isinstance(self._line, LineServer):
             save, _ = await self._on_position("", header, replay)
         else:
-            # A cancelled request might not be handled.
+            # Rank 0 might not handle a cancelled request.
             with anyio.CancelScope(shield=True):
                 save, _ = await self._line.ask(_POSITION, header, replay)
         return save
@@ -120,9 +120,9 @@ class Positions:
         """Tell rank 0 that this rank ends at `version`, and wait up to `wait_s` for the other ranks to do the same.
         Returns the early ends of other ranks, and the ranks that seem to be lost."""
         header = [self._rank, version, stopped_by, wait_s]
-        # If rank 0 does not answer, only rank 0 is known to be lost.
+        # Used if rank 0 does not answer: no early ends, and rank 0 is lost.
         answer: Sequence[Any] = (), [0]
-        # RuntimeError: rank 0 is lost.
+        # A RuntimeError means that rank 0 is lost.
         with contextlib.suppress(RuntimeError), anyio.move_on_after(2 * wait_s + 1):
             if isinstance(self._line, LineServer):
                 answer, _ = await self._on_early_end("", header, ())
@@ -142,7 +142,7 @@ class Positions:
         connected = [f"rank {self._numbers[self._rank]}"]
         connected += [name for name, silence_s in self._line.silences().items() if not silence_s]
         missing = [index for index in self._ranks if index not in self._early_ends]
-        # A rank that is connected may only be slow. If all missing ranks are connected, one of them hangs.
+        # A connected rank may only be slow. But if all missing ranks are connected, one of them hangs, and all are suspects.
         lost = [index for index in missing if f"rank {self._numbers[index]}" not in connected] or missing
         ends = [[index, record.version, record.stopped_by] for index, record in self._early_ends.items()]
         return [ends, lost], ()
@@ -152,11 +152,11 @@ class Positions:
     ) -> tuple[list[RankState], list[int]]:
         """Collect the states of all ranks for a checkpoint. Returns (states by rank, ranks that did not announce this version) on
         rank 0, and empty lists on other ranks.
-        Rank 0 waits up to `wait_s`; None: `PARTS_TIMEOUT_S` if `sharded`, else `GATHER_TIMEOUT_S`. `sharded`: all ranks must call
-        `gather`, after writing their parts. Without `sharded` rank 0 uses the newest known state of a rank that did not announce
-        the version, and no replay buffer of a rank that sent none. Errors: CheckpointError."""
+        `wait_s`: how long rank 0 waits; None: `PARTS_TIMEOUT_S` if `sharded`, else `GATHER_TIMEOUT_S`. `sharded`: all ranks must
+        call `gather`, after writing their parts. If not `sharded`, rank 0 uses the newest known state of a rank that did not
+        announce the version, and no replay buffer for a rank that sent none. Errors: CheckpointError."""
         light = {name: value for name, value in state.items() if name != "replay"}
-        has_replay = sharded or state["replay"] is not None
+        with_replay = sharded or state["replay"] is not None
         replay = await offload(lambda: orjson.dumps(state["replay"]), "replay")
         if self._rank != 0:
             with contextlib.suppress(RuntimeError):  # rank 0 is lost
@@ -165,7 +165,7 @@ class Positions:
         await self._send(version, light, replay)
         if wait_s is None:
             wait_s = PARTS_TIMEOUT_S if sharded else GATHER_TIMEOUT_S
-        failure = await self._wait(version, partial(self._lacking, version, has_replay), wait_s, sharded=sharded)
+        failure = await self._wait(version, partial(self._lacking, version, with_replay), wait_s, sharded=sharded)
         missing = self._lacking(version, False)
         newest = [self._newest(rank, version) for rank in self._ranks]
         absent = [rank for rank in missing if newest[rank] is None]
@@ -176,26 +176,26 @@ class Positions:
                 f"the checkpoint of version {version} was not written: not every rank announced its position in its prompts "
                 f"(waited for {[self._numbers[rank] for rank in absent]}: {failure}); earlier checkpoints are unchanged"
             )
-        received = [self._states[rank].get(version, (None, None))[1] if has_replay else None for rank in self._ranks]
+        received = [self._states[rank].get(version, (None, None))[1] if with_replay else None for rank in self._ranks]
         replays = await offload(lambda: [orjson.loads(each or b"null") for each in received[1:]], "replay")
         return [state, *({**(newest[rank] or {}), "replay": replays[rank - 1]} for rank in self._ranks[1:])], missing
 
-    def _lacking(self, version: int, has_replay: bool) -> list[int]:
-        """On rank 0: the ranks that did not send their state at this version, or (`has_replay`) their replay buffer."""
+    def _lacking(self, version: int, with_replay: bool) -> list[int]:
+        """On rank 0: the ranks that did not send their state at this version, or (`with_replay`) not their replay buffer."""
         found = [states.get(version, (None, None)) for states in self._states]
-        return [rank for rank, (state, replay) in enumerate(found) if state is None or (has_replay and replay is None)]
+        return [rank for rank, (state, replay) in enumerate(found) if state is None or (with_replay and replay is None)]
 
     def _newest(self, rank: int, version: int) -> RankState | None:
-        """On rank 0: the state of a rank at this version. If the rank did not announce the version, its state at the version
-        before, which the rank announced before it joined the last step."""
+        """On rank 0: the state of a rank at this version. If the rank did not announce the version: its state at the version
+        before, which each rank announces before it joins the last step. None: not known."""
         known = [each for each in self._states[rank] if each <= version]
         return self._states[rank][max(known)][0] if known else self.resumed.get(rank)
 
     async def _wait(
         self, version: int, lacking: Callable[[], list[int]], timeout_s: float, *, sharded: bool
     ) -> str | None:
-        """Wait for states of other ranks at this version. Returns None once no rank is lacking. Else a sentence: after the timeout,
-        or at once if all missing ranks (`sharded`: any rank) ended at another version."""
+        """Wait until `lacking` returns no rank. Returns None then. Else returns a sentence: after the timeout, or at once if all
+        missing ranks (`sharded`: any rank) ended at another version."""
         started = awake.now()
         while missing := lacking():
             wrong = [rank for rank, record in self._early_ends.items() if record.version != version]
@@ -211,10 +211,10 @@ class Positions:
 
 
 def after_step(before: RankState, trained: Collection[int], ranks: int) -> RankState:
-    """The state, after a step, of a rank that died before it announced this state. `before`: the state before the step. `trained`:
+    """The state after a step of a rank that died before it announced this state. `before`: its state before the step. `trained`:
     ids of the rank's groups in the step. `ranks`: number of ranks.
-    A resumed run plays again all other prompts that the rank took during the step, even if their group was dropped. `reroll` plays
-    none of the trained prompts again, even if their rewards are low: only the dead rank knew the rewards."""
+    A resumed run plays again all prompts that the rank took during the step and that are not in `trained`, even if their group was
+    dropped. `reroll` plays none of `trained` again, even if the rewards are low: only the dead rank knew these rewards."""
     cursor = before["prompts"]
     after = None if cursor is None else state_after(cursor, trained)
     taken = () if cursor is None or after is None else range(cursor["position"], after["position"], ranks)

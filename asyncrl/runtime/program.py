@@ -1,4 +1,4 @@
-"""Converts the arguments of `rt.generate` and `rt.submit` into the prompts and trajectories of the pumps."""
+"""Converts the arguments of `Runtime.generate`, `play` and `submit` into prompts and trajectories. Plays a group of `generate`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncrl.types import Prompt, Trajectory
 
 
 def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> Prompt:
-    """A string or messages go through the tokenizer as configured; a sequence of integers is token ids. Errors: DataError."""
+    """`prompt`: a string or messages, which are tokenized as configured, or a sequence of token ids. Errors: DataError."""
     if not hasattr(prompt, "__len__"):
         raise DataError(f"the prompt is {type(prompt).__name__}; expected a string, a list of messages or token ids")
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], (int, np.integer)):
@@ -33,8 +33,8 @@ def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: Da
 
 
 def as_task(task: Any, group_id: int, config: DataConfig, tokenizer: Any) -> Prompt:
-    """`task`: a row, or only its prompt. A row may have no prompt: the episode may make all messages from the other columns.
-    Errors: DataError."""
+    """The Prompt of an episode. `task`: a row, or only its prompt. A row may have no prompt, because an episode can make its
+    messages from the other columns. Errors: DataError."""
     row = dict(task) if isinstance(task, Mapping) else {config.prompt_column: task}
     prompt = row.pop(config.prompt_column, None)
     if prompt is None:
@@ -43,8 +43,8 @@ def as_task(task: Any, group_id: int, config: DataConfig, tokenizer: Any) -> Pro
 
 
 async def play_group(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
-    """Play the `n` members of one group at the same time. Returns the members in order. Errors: those of asyncrl; GenerationError
-    for any other error of the environment; DataError if `n` is below 1."""
+    """Play the `n` members of one group at the same time. Returns the members in order. Errors: an AsyncrlError of the environment
+    as it is, and a GenerationError for any other error of the environment; DataError if `n` is below 1."""
     if n < 1:
         raise DataError(f"a group of n={n} completions was asked for; expected 1 or more")
     results: dict[int, Trajectory] = {}

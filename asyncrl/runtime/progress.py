@@ -1,5 +1,5 @@
-"""The progress of a run: stages of start and end (for watchdog and live view), and committed steps (for listeners). Also the rare
-garbage collections of a run."""
+"""The progress of a run: stages of start and end (for watchdog and live view), and committed steps (for listeners). Also makes
+garbage collections rare during a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrl.pumps.pipeline import StepReport
 
 class Stages:
     """The current stage of a run's start or end. The watchdog names the stage if the run hangs in it.
-    The thread of the loop and loading threads set the stage. The watchdog's thread reads the stage, the lanes and the line."""
+    The event loop's thread, and threads that load parts, set the stage. The watchdog's thread reads the stage, lanes and line."""
 
     def __init__(self) -> None:
         self._stage = ""  # empty while the pumps run
@@ -27,14 +27,14 @@ class Stages:
         self._moves = 0
         self.display: Callable[[str], None] = lambda text: None  # the live view, once it is open
         self.lanes: list[Any] = []
-        self.line: LineServer | LineClient | None = None  # to the other ranks; None for a single rank
+        self.line: LineServer | LineClient | None = None  # to the other ranks; None if there can be none
         self.lost: str | None = None  # why the run cannot go on without a lost rank
-        # End the opening of the run with this error. False if the run is open, or is being closed.
+        # Ends the opening of the run with an error. Returns False, and does nothing, if the run is already open or is closing.
         self.end_opening: Callable[[RankLost], bool] = lambda lost: False
 
     def show(self, text: str) -> None:
         """Begin a stage, or report progress of the current stage, and show the text: a stage, a colon and counts.
-        While the pumps run (a worker is started again, for example), the text is only shown: the stage would have no end."""
+        While the pumps run (a worker is started again, for example), the text is only shown: nobody would end the stage."""
         if self._stage:
             self.begin(text)
         self.display(text)
@@ -49,7 +49,7 @@ class Stages:
         self._stage = ""
 
     def silent_ranks(self, fatal: bool) -> list[str]:
-        """A sentence for each rank that is disconnected now. `fatal`: instead the reason why the run cannot go on, if any."""
+        """A sentence for each rank that is disconnected now. `fatal=True`: only the reason (`lost`) why the run cannot go on."""
         if fatal:
             return [] if self.lost is None else [self.lost]
         return [] if self.line is None else self.line.silent()
@@ -63,7 +63,7 @@ class Stages:
 
 
 class Listener(Protocol):
-    """`push` is called at each step's commit, with no `await` in between. `close` is called once or twice at the end."""
+    """`push` is called right after each commit of a step, before any `await`. `close` is called once or twice at the end."""
 
     def push(self, report: StepReport) -> None: ...
 
@@ -84,7 +84,6 @@ class Listeners:
             listener.close()
 
     def push(self, report: StepReport) -> None:
-        """Push `report` to all listeners."""
         for listener in self._all:
             listener.push(report)
 
@@ -97,7 +96,7 @@ class Listeners:
 
 class StepStream:
     """An asynchronous iterator over all steps that are committed after the constructor, even before the first `anext`.
-    The stream holds no resource, and the Runtime has a weak reference: an `async for` may simply be left early."""
+    The stream holds no resource, and the Runtime has a weak reference to it: a `break` out of `async for` needs no cleanup."""
 
     def __init__(self) -> None:
         self._reports: asyncio.Queue[StepReport | None] = asyncio.Queue()  # None ends the stream
@@ -123,14 +122,14 @@ class StepStream:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Leave the objects of the start out of garbage collections, because with all of them a full collection holds the GIL for
-    0.2 s. Make full collections of later objects a hundred times rarer: each takes up to 20 ms. If the program has disabled the
+    """Inside the block, garbage collections skip the objects that existed before: with these a full collection holds the GIL for
+    0.2 s. Full collections of later objects, of up to 20 ms each, are a hundred times rarer. If the program has disabled the
     collector or frozen objects, nothing is changed."""
     thresholds = gc.get_threshold()
     if not gc.isenabled() or gc.get_freeze_count():
         yield
         return
-    # Frozen garbage would never be freed.
+    # Garbage that is frozen would stay in memory until `unfreeze`.
     gc.collect()
     gc.freeze()
     gc.set_threshold(thresholds[0], thresholds[1], 100 * thresholds[2])

@@ -1,4 +1,4 @@
-"""Opens the model, the trainer and the engine of a run that is no dry run. The engine is on the trainer's lane, or in workers."""
+"""Opens the model, the trainer and the engine of a run other than a dry run. The engine is on the trainer's lane, or in workers."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ logger = logging.getLogger("asyncrl.runtime")
 
 
 async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
-    """Lane, policy, trainer and engine, on one device or with workers beside it, as far as the role of this rank needs them.
-    Errors: ConfigError, PlatformError, OutOfMemory, WorkerDied, RankLost."""
+    """Open lane, policy, trainer and engine, on one device or with workers beside it, as far as the role of this rank needs them.
+    Returns (trainer, engine, sinks). Errors: ConfigError, PlatformError, OutOfMemory, WorkerDied, RankLost."""
     decided, config, world, device, recorder = run.decided, run.config, run.world, run.decided.device, run.recorder
     transformers_logging.disable_progress_bar()  # a bar would break the live view
     run.stages.show("measuring prompts and memory")
     placement = await offload(lambda: place(config, device, world, parameter_count(config.model)), "placement")
     run.placement_line = placement.line
-    # Before the weights are read, which may take minutes.
+    # Checked now, because reading the weights may take minutes.
     require = partial(require_context, path=None, siblings=config.distributed.context)
     await offload(lambda: require(describe_module(config.model).config), "model")
     prompts = await offload(lambda: measure_prompts(config, decided.rows, decided.environment is not None), "prompts")
@@ -71,10 +71,10 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     cut = Cut(ranks)
     if config.distributed.sharding == "fsdp":
         cut = await offload(lambda: cut_model(config, device, world, placement), "memory")
-    needed = await offload(lambda: _predict(config, device, ranks, prompts, placement, cut), "memory")
+    needed = await offload(lambda: _predict_and_warn(config, device, ranks, prompts, placement, cut), "memory")
 
     def on_start() -> None:
-        # OpenMP has a number of threads for each calling thread, so the lane sets its own number.
+        # OpenMP keeps the number of threads per calling thread, so the number must be set on the lane.
         torch.set_num_threads(placement.trainer_threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -87,9 +87,8 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     positions = kv_positions(config, prompts)
     with recorder.wait("runtime", "the model", on="disk", cause="start"):
         if world.generates:
-            models = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
-            run.reward_models = models
-            await _compare_reward_models(run, models)
+            run.reward_models = await lane.run(lambda: _load_reward_models(config, device), name="start/reward_models")
+            await _compare_reward_models(run)
         if not world.trains:
             run.tokenizer = await offload(lambda: load_tokenizer_of(config.model), "tokenizer")
             workers, receiver = await open_generating(run, placement, positions)
@@ -97,7 +96,7 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
             # On a rank without a trainer only `trainer.version` is read.
             return cast(Trainer, run.engine_version), workers, ()
         core = await lane.run(lambda: _load(run, cut), name="start/load")
-    if decided.engine_is_auto:
+    if decided.engine_was_auto:
         run.config, lines = embedded_on_plain_path(config, _policy(run).path.name)
         for line in lines:
             run.journal.live.note(line)
@@ -115,10 +114,10 @@ async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
     return trainer, engine, [sink]
 
 
-def _predict(
+def _predict_and_warn(
     config: Config, device: torch.device, ranks: int, prompts: PromptLengths, placement: Placement, cut: Cut
 ) -> int:
-    """Bytes that the run will need. Logs a warning with the table if less is free."""
+    """The forecast of the run's memory in bytes. Logs a warning with the table if less memory is free."""
     parts = predicted(config, ranks, prompts, placement=placement, cut=cut)
     for line in memory_warnings(parts, device):
         logger.warning("%s\n%s", line, table(parts))
@@ -156,11 +155,11 @@ def _load_reward_models(config: Config, device: torch.device) -> list[RewardMode
     return [load_reward_model(model, dtype, device, tokens, seed) for model in config.reward.model]
 
 
-async def _compare_reward_models(run: OpenRun, models: list[RewardModel]) -> None:
-    """Errors: ConfigError if a reward model differs from that of the first rank that has loaded its models."""
+async def _compare_reward_models(run: OpenRun) -> None:
+    """Errors: ConfigError if a reward model of this rank differs from that of the rank that was first to load its reward models."""
+    rank, models = run.world.rank, run.reward_models
     if run.line is None or not models:
         return
-    rank = run.world.rank
     found = await run.lanes[0].run(lambda: [model.digest() for model in models], name="start/digest")
     if isinstance(run.line, LineClient):
         (first, expected), _ = await run.line.ask(REWARD_MODELS, [rank, found])
@@ -175,7 +174,7 @@ async def _compare_reward_models(run: OpenRun, models: list[RewardModel]) -> Non
 
 
 def _load(run: OpenRun, cut: Cut) -> TorchTrainer:
-    """Load the model, on the lane. Sets `policy`, `tokenizer`, `core`, `peak_flops` and `verdict` of the run."""
+    """Load the model. Call on the lane. Sets `policy`, `tokenizer`, `core`, `peak_flops` and `verdict` of the run."""
     config, device = run.config, run.decided.device
 
     def choose(module: PreTrainedModel) -> ModelPath:
@@ -203,20 +202,20 @@ def _build(run: OpenRun, choose: Choose, cut: Cut) -> tuple[PolicyModel, Any, To
     }
     if config.distributed.sharding == "fsdp":
         policy, model, tokenizer = load_served(config.model, device, config.seed, choose, rows)
-        _receive(policy, world)
-        # All ranks need the same cut, and machines may differ.
+        _receive_weights(policy, world)
+        # All ranks need the same cut. Different machines may have chosen different cuts: then one copy is cut over all ranks.
         cuts = [orjson.loads(each) for each in world.train.all_gather_bytes(orjson.dumps([*cut]))]
         shards, keep = cuts[0] if all(each == cuts[0] for each in cuts) else Cut(world.train.world_size)
         sharded = ShardedTrainer(policy, model, config.train, world.train, **options, shards=shards, keep=keep)
         world.before_leaving(sharded.sharded.parameters.release)
         return policy, tokenizer, sharded
     policy, tokenizer = load_policy(config.model, device, config.seed, choose, rows)
-    _receive(policy, world)
+    _receive_weights(policy, world)
     return policy, tokenizer, TorchTrainer(policy, config.train, world.train, **options)
 
 
-def _receive(policy: PolicyModel, world: World) -> None:
+def _receive_weights(policy: PolicyModel, world: World) -> None:
     """Overwrite the weights that this rank has loaded with those of rank 0: the files of the ranks may differ."""
-    for values in policy.loaded():
+    for values in policy.loaded_tensors():
         world.train.broadcast_(values)
     policy.flat.refresh()

@@ -3,9 +3,10 @@
 states      new -> open -> closed; opened and closed in the same task
 open        `decided.py` resolves the settings, then `opening.py` opens the parts; if one part fails, the others are closed
 tasks       one task group (the supervisor); the error of a pump cancels the block and is raised at the end of the block
-at the end  without an error: submitted groups are trained (in a last, smaller step under `train.partial_final_step`)
-            error or cancellation: the open step is aborted; its groups are dropped and counted
-            always: a checkpoint of the last committed version (`checkpoint.save_final`), trace, report, a check of the books
+at the end  without an error: submitted groups are trained (in a last, smaller step under `train.partial_final_step`), and the
+            ledger's numbers are checked
+            error or cancellation: the open step is aborted; all live groups are dropped and counted
+            always: trace and report, and a checkpoint of the last committed version if `Checkpointer.final_due` allows it
 """
 
 from __future__ import annotations
@@ -50,21 +51,19 @@ from .plan import announcement
 from .program import as_group, as_prompt, as_task, play_group
 from .progress import Listener, Listeners, Stages, StepStream
 
-# Held while a Runtime opens, by any loop of the process: transformers replaces functions of torch while it builds a model, and
-# `inputs` keeps the rows that it has read in globals.
+# Only one Runtime of a process opens at a time, also if several event loops run: transformers replaces functions of torch while it
+# builds a model, and `inputs.py` keeps rows in a global variable.
 _OPENING = threading.Lock()
-
-
-# A stopped run waits for collectives, and for the positions of other ranks, during these fractions of the grace period. The rest
-# is for writing the checkpoint.
+# Fractions of `watchdog.abort_grace_s`, both counted from the signal that stops a run. After the first fraction collectives are
+# given up. After the second `Positions.gather` waits no longer for other ranks, so that the checkpoint can still be written.
 _COLLECTIVE_FRACTION, _WAIT_FRACTION = 0.25, 0.6
 
 
 class Runtime:
     """A run inside an event loop: `async with Runtime(config) as rt`. The same task must open and close a Runtime.
     `run` trains on the configured prompts. `generate`, `submit` and `finish` are for programs that make the groups themselves.
-    Outside of the block all methods raise LifecycleError. After the block `summary`, `note`, `announce` and all properties but
-    `intake` still work."""
+    A use before the block raises LifecycleError. After the block only `summary`, `note`, `announce` and the properties other than
+    `intake` work. `saving` and `expect_end` never raise."""
 
     def __init__(
         self,
@@ -79,10 +78,10 @@ class Runtime:
         hard_exit: bool = False,
         world: World | None = None,
     ) -> None:
-        """`rewards`, `environment` (or a coroutine function), `hooks`: objects instead of the names in the configuration.
+        """`rewards`, `environment` (also a coroutine function), `hooks`: objects instead of those that the configuration names.
         `prompts`: rows, in any form that a data function may return. `write=False`: make no run directory.
-        For `main` only: `checked`: `check_start` was called; `hard_exit`: the watchdog may end a process that hangs; `world`:
-        of a node that joined a run."""
+        For `main` only: `checked`: `check_start` was called; `hard_exit`: the watchdog may end the process if it hangs; `world`:
+        the World of a node that joined a run; None: from the environment variables."""
         functions = [rewards] if callable(rewards) else list(rewards)
         specs = [function if isinstance(function, RewardSpec) else RewardSpec(function) for function in functions]
         self._decide = partial(
@@ -104,20 +103,18 @@ class Runtime:
         self._run: OpenRun | None = None  # set at the end of the opening
         self._stages = Stages()
         self._stages.end_opening = self._end_opening
-        self._stall: StallError | RankLost | None = None  # a stall during the opening
+        self._opening_error: StallError | RankLost | None = None  # why the opening was cancelled
         self._hard_exit = hard_exit
         self._watchdog = self._make_watchdog(config.watchdog)
 
     async def __aenter__(self) -> Runtime:
         if self._state != "new":
-            raise LifecycleError(
-                f"a Runtime can be opened once, and this Runtime is already {self._state}; make a new Runtime"
-            )
+            raise LifecycleError(f"this Runtime is already {self._state}, and opens only once; make a new Runtime")
         self._state, self._task = "open", asyncio.current_task()
         await self._stack.__aenter__()
         try:
             await self._stack.enter_async_context(self._watchdog)  # first, so it is closed last
-            acquired: list[bool] = []  # empty: the lock may be another Runtime's
+            acquired: list[bool] = []  # empty until this Runtime has the lock
             try:
                 await offload(lambda: acquired.append(_OPENING.acquire()), "the opening of another Runtime")
                 decided = await self._decide(self._stages)
@@ -128,11 +125,11 @@ class Runtime:
                     _OPENING.release()
         except BaseException as error:
             self._state = "closed"
-            if self._stall is not None and self._task is not None and isinstance(error, asyncio.CancelledError):
-                # Before the parts close: else an open task group raises the cancellation again, in place of the stall.
+            if self._opening_error is not None and self._task is not None and isinstance(error, asyncio.CancelledError):
+                # Before the parts close: else a task group among them would raise CancelledError in place of `_opening_error`.
                 self._task.uncancel()
-                await self._unwind(self._stall)
-                raise self._stall from None
+                await self._unwind(self._opening_error)
+                raise self._opening_error from None
             await self._unwind(error)
             raise
         return self
@@ -152,8 +149,8 @@ class Runtime:
         return await self._unwind(error)
 
     async def _unwind(self, error: BaseException | None) -> bool | None:
-        """Close all parts. Raises the first error, with the errors of the closing as notes.
-        If an error of the closing is the cause of the first error, that cause is raised instead."""
+        """Close all parts. Raises the error that ended the run, with notes for the errors that the closing raised.
+        If an error of the closing is the `__cause__` of the run's error, that cause is raised instead."""
         try:
             return await self._stack.__aexit__(
                 type(error) if error else None, error, error.__traceback__ if error else None
@@ -172,7 +169,7 @@ class Runtime:
             raise first from first.__cause__
 
     def _make_watchdog(self, settings: WatchdogConfig) -> Watchdog:
-        """The watchdog calls these functions on its own thread, also during the opening."""
+        """The watchdog's thread calls the functions that are passed here, also during the opening; the loop calls `on_stall`."""
 
         def progress_limit() -> ProgressLimit | None:
             stage_limit = self._stages.progress_limit(settings.stage_timeout_s)
@@ -185,55 +182,55 @@ class Runtime:
             recorder=self.recorder,
             lanes=self._stages.lanes,
             progress_limit=progress_limit,
-            on_stall=self._fail_on_stall,
+            on_stall=self._fail_run,
             details=[lambda: self._run.ports.ledger.describe() if self._run is not None else "starting"],
             silent_ranks=self._stages.silent_ranks,
             hard_exit=self._hard_exit,
             name=f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" else "",
         )
 
-    def _fail_on_stall(self, error: StallError | RankLost) -> None:
-        """Fail the run, or cancel its opening. While the run closes this has no effect: then only the end of the process helps."""
+    def _fail_run(self, error: StallError | RankLost) -> None:
+        """Fail the run, or cancel its opening. A run that is closing does not notice: only the end of the process helps then."""
         if self._run is not None:
             if isinstance(error, RankLost):
                 # Else the lane waits for the lost rank, and the pumps wait for the lane.
                 self._run.world.lost.report(str(error))
             self._run.supervisor.fail(error)
         elif self._task is not None:
-            self._stall = error
+            self._opening_error = error
             self._task.cancel()
 
     def _end_opening(self, error: RankLost) -> bool:
         if self._run is not None or self._state != "open":
             return False
-        self._fail_on_stall(error)
+        self._fail_run(error)
         return True
 
     def expect_end(self, reason: str) -> None:
-        """Call before the block is cancelled because of a signal. The end must then take at most `watchdog.abort_grace_s`.
-        `reason`: the name of the signal."""
+        """Call before the block is cancelled because of a signal. If the run has not ended after `watchdog.abort_grace_s`, the
+        watchdog raises an alarm. `reason`: the name of the signal."""
         if self._run is not None:
             grace_s = self._run.config.watchdog.abort_grace_s
             self._run.stopped_by = reason
             if self._run.positions is not None:
                 self._run.positions.hurry(_WAIT_FRACTION * grace_s)
-            # On nccl a collective does not fail when another rank was stopped first and left.
+            # With nccl, a collective hangs if a stopped rank never joins it. `report` makes the collective fail.
             text = f"the run was stopped by {reason} in a collective that other ranks left"
             wait_s, report = _COLLECTIVE_FRACTION * grace_s, self._run.world.lost.report
             asyncio.get_running_loop().call_later(wait_s, report, text)
         self._watchdog.shutdown_deadline(reason)
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written, or the end of the run is making one."""
+        """Whether a checkpoint is being written, or the closing run captures its last checkpoint."""
         return self._run is not None and self._run.checkpointer.saving
 
     async def run(self) -> RunSummary:
-        """Train on the configured prompts, or on groups of `door.ring` (`asyncrl.runtime.door`), until `max_steps`, `max_epochs` or
-        the time limit. May be called once."""
+        """Train on the configured prompts, or on the groups that arrive in `door.ring` (`door.py`), until `train.max_steps`,
+        `train.max_epochs` or `train.time_limit_s`. May be called once."""
         return await self._require_open("run").run()
 
     def start(self, name: str, work: Callable[..., Awaitable[object]], *arguments: Any) -> None:
-        """Run `work(*arguments)` as a task beside the pumps. Its error fails the run. The end of the block cancels the task."""
+        """Run `work(*arguments)` as a task beside the pumps. A failed task fails the run. The end of the block cancels the task."""
         self._require_open("start").supervisor.start(name, work, *arguments)
 
     def note(self, text: str) -> None:
@@ -259,9 +256,9 @@ class Runtime:
         columns: Mapping[str, Any] | None = None,
     ) -> list[Trajectory]:
         """Sample a group of `n` completions. `prompt`: text or messages, which are tokenized as configured, or token ids.
-        The random numbers of a call follow from its new group id, so two equal calls return different completions.
-        `rollout.retries` and `rollout.timeout_s` apply. `columns`: the columns of the prompt, for reward functions.
-        Errors: GenerationError."""
+        Each call takes a new group id, which seeds the sampling: two equal calls use different random numbers.
+        `sampling`: None: as in `rollout.*`. `columns`: the columns of the prompt, for reward functions. `rollout.retries` and
+        `rollout.timeout_s` apply. Errors: GenerationError, DataError."""
         ports = self._require_open("generate").ports
         prepared = as_prompt(prompt, ports.ids.take(), columns or {}, self.config.data, self.tokenizer)
         prepared = await ports.hooks.apply_before_group(prepared)
@@ -270,15 +267,15 @@ class Runtime:
         trajectories = await play_group(
             Episodes(ports), prepared, n, lambda request: ports.engine.generate(replace(request, sampling=sampling))
         )
-        # The environment has set the run's temperature. The trainer divides logits by the temperature of the trajectory.
+        # The environment wrote the run's temperature. The trainer divides logits by the temperature that a trajectory names.
         return [replace(trajectory, temperature=sampling.temperature) for trajectory in trajectories]
 
     async def play(self, episode: EpisodeFunction, task: Any, *, n: int | None = None) -> list[Trajectory]:
         """Play and submit a group: `n` episodes of the coroutine function `episode(task, policy)`. Waits for a slot (backpressure).
 
-        `task`: a row (a mapping), or a prompt. `n`: by default `rollout.group_size`; most advantages compare 2 or more. Retries and
-        limits are those of a run. Returns the episodes with their rewards. The list is empty if the group has failed, which the run
-        counts.
+        `task`: a row (a mapping), or a prompt. `n`: by default `rollout.group_size`; most advantages compare 2 or more. The
+        settings for retries and limits apply. Returns the episodes with their rewards, or an empty list if the group has failed;
+        the run counts failed groups.
         Errors: GenerationError if more groups failed than `rollout.max_failed_groups`; DataError, ConfigError, LifecycleError."""
         run = self._require_open("play")
         environment = AgentEnvironment(run.own_agents(), check_episode(episode, "play: the episode"))
@@ -286,14 +283,14 @@ class Runtime:
         if size < 1:
             raise DataError(f"play: n is {n}; expected 1 or more episodes")
         prompt = as_task(task, run.ports.ids.take(), self.config.data, self.tokenizer)
-        # An error of an episode is raised by itself, and not in an exception group.
+        # The task group raises the error of an episode as it is, without an ExceptionGroup around it.
         async with plain_task_group():
             played = await run.graph.play(environment, prompt, size)
         return list(played)
 
     def endpoint(self) -> tuple[str, str]:
-        """(base URL, key) of the policy over HTTP, for requests that belong to no episode: they are sampled and not trained. Within
-        an episode use `policy.base_url` and `policy.api_key`. Errors: ConfigError, LifecycleError."""
+        """(base URL, key) of the policy over HTTP, for requests that belong to no episode: their completions are not trained. An
+        episode uses `policy.base_url` and `policy.api_key` instead. Errors: ConfigError, LifecycleError."""
         run = self._require_open("endpoint")
         run.own_agents()
         assert run.endpoint is not None
@@ -315,7 +312,7 @@ class Runtime:
         each trajectory, or to one number for all. They become the step's metrics `reward/NAME/mean` and `own/NAME`.
         Reward shaping and filters apply.
 
-        Returns False if the oldest token is too old for `max_staleness`: the group is counted and not trained.
+        Returns False if the oldest token is too old for `rollout.max_staleness`: the group is counted as dropped and not trained.
         Errors: DataError (a ValueError) that names the member and the field that cannot be trained.
         """
         graph = self._require_open("submit").graph
@@ -324,7 +321,7 @@ class Runtime:
 
     def log(self, name: str, value: float) -> None:
         """Log a metric of your own, from any thread. `own/NAME` of a step is the mean of all ranks' values since the previous step.
-        Values after the last step are in the last line. Errors: DataError for an invalid name or value."""
+        Values after the last step are in the last line of metrics. Errors: DataError for an invalid name or value."""
         self._require_open("log")
         for metric, number in as_numbers({name: [value]}, 1, "log", "own/")[0].items():
             self.recorder.log(metric, number)
@@ -334,9 +331,9 @@ class Runtime:
     ) -> dict[str, float]:
         """Evaluate an episode loop of your own, with `evaluate.samples` concurrent episodes per prompt. Returns the metrics.
         `play`: a coroutine function `episode(task, policy)`, as for `Runtime.play`; or one that gets a prompt and returns the
-        trajectory of one episode. If an episode has no reward, the run's functions score it. A failed episode is played again up to
-        `rollout.retries` times, and then left out. The weights do not change during the call, so a `submit` in `play` may wait for
-        ever. The metrics are named as for `data.eval` (`eval/NAME/avg@k`, ...), and are added to the current version's line."""
+        trajectory of one episode. An episode that has no reward is scored by the run's reward functions. A failed episode is played
+        again up to `rollout.retries` times, and then left out. The weights do not change during the call, so a `submit` in `play`
+        may wait for ever. The metrics are named as for `data.eval` (`eval/NAME/avg@k`, ...), and join the version's line."""
         run, function = self._require_open("evaluate"), cast(Any, play)
         as_numbers({name: 0}, 1, "evaluate")
         if self.config.data.eval and name == self.config.rollout.environment.rpartition(":")[2]:
@@ -365,7 +362,7 @@ class Runtime:
         return metrics
 
     async def finish(self) -> RunSummary:
-        """Declare that no group will be submitted any more. All groups are trained, then `steps()` ends."""
+        """Declare that no group will be submitted any more. Returns when every group is trained or dropped. Then `steps()` ends."""
         run = self._require_open("finish")
         await run.graph.drain()
         return run.summary()
@@ -377,18 +374,18 @@ class Runtime:
         return stream
 
     def listen(self, listener: Listener) -> None:
-        """Notify `listener` of every step from now on. The Runtime keeps only a weak reference."""
+        """Notify `listener` of every step from now on. The Runtime keeps only a weak reference to `listener`."""
         self._require_open("listen")
         self._listeners.add(listener)
 
     @property
     def version(self) -> int:
-        """The policy version: the number of optimizer steps so far; a step without scored tokens counts."""
+        """The policy version: the number of optimizer steps, also before a resume. A step without trained tokens counts."""
         return self._require_run("version").ports.trainer.version
 
     @property
     def intake(self) -> Intake:
-        """The intake for groups of other processes. Errors: also LifecycleError if this Runtime plays its own prompts."""
+        """The intake for groups of other processes. Errors: LifecycleError, also if this Runtime plays its own prompts."""
         return self._require_open("intake").graph.open_intake()
 
     @property
@@ -413,7 +410,7 @@ class Runtime:
 
     @property
     def limits(self) -> Limits:
-        """The limits of a trajectory of this run."""
+        """The limits of this run for a trajectory: lengths, token ids and routes."""
         return self._require_run("limits").ports.limits
 
     @property

@@ -1,11 +1,11 @@
 """Checkpoints of a run: when a checkpoint is made, how its state is captured and written, and how a run resumes.
 
 The whole state is captured at one moment, between two steps. A closure on the lane copies the trainer's state to the host. The
-loop reads ledger and prompt cursor without an await in between. A thread then writes the copies while the training continues, one
-checkpoint at a time. State with NaN or infinite values is never written.
+event loop reads ledger and prompt cursor, without an await between the two. A thread then writes the copies while the training
+continues, one checkpoint at a time. State with NaN or infinite values is never written.
 
-Groups that were admitted and not trained are saved as ids. A resumed run plays their prompts first, with the same random numbers,
-so no prompt is skipped or trained twice.
+Prompts whose groups were admitted and not trained are saved as ids. A resumed run plays them first, with the same random numbers.
+So no prompt is skipped. None is trained twice, unless a rank died before it announced its position (`Captured.missing`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class SavedRun:
 
     @property
     def version(self) -> int:
-        """The policy version of the checkpoint."""
         return int(self.checkpoint.run["version"])
 
     @property
@@ -77,7 +76,7 @@ class SavedRun:
         return int(self.checkpoint.run["turn"])
 
     def require_cursor(self, one_cursor: bool) -> None:
-        """`one_cursor`: this run has one prompt cursor for all ranks. Errors: CheckpointError if the checkpoint's differ."""
+        """`one_cursor`: this run has one prompt cursor for all ranks. Errors: CheckpointError if the checkpoint differs in that."""
         prompts = self.checkpoint.run["prompts"]
         # A checkpoint of one training rank fits both kinds of run.
         if prompts["0"] is None or "1" not in prompts or (prompts["1"] is None) is one_cursor:
@@ -93,7 +92,7 @@ class SavedRun:
         )
 
     def next_group(self, rank: int) -> int:
-        """The first unused id for groups of `Runtime.submit`. No id is used twice, because random numbers are derived from ids."""
+        """The first unused id for groups of a program or a door. An id seeds random numbers, so no id may be used twice."""
         return int(self.checkpoint.run["next_group"][str(rank)])
 
     def positions(self) -> dict[int, RankState]:
@@ -111,7 +110,7 @@ class Captured:
     run: dict[str, Any]
     snapshot: Snapshot | None
     started: float
-    # Sharded model: each other rank that holds a part of rank 0's copy of the model -> path and SHA-256 of the part.
+    # Sharded model: each rank that holds a part of one copy of the model together with rank 0 -> path and SHA-256 of its part.
     shards: Mapping[int, Sequence[str]] = field(default_factory=dict)
     # Ranks that did not announce the version. Their state at the version before is saved.
     missing: tuple[int, ...] = ()
@@ -128,26 +127,26 @@ class Checkpointer:
     core: TorchTrainer | None  # None in a dry run, which saves nothing
     lane: Any  # the trainer's
     tokenizer: Any
-    prompts: PromptSource | None  # None if groups are submitted
+    prompts: PromptSource | None  # as in `OpenRun`
     # Ids of prompts that other ranks have taken from the cursor and that are not in the ledger yet.
     unadmitted: Callable[[], set[int]]
-    positions: Positions | None  # None for a single rank
+    positions: Positions | None  # None if there can be no other rank
 
     def __post_init__(self) -> None:
         directory, config = self.directory, self.config
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
-        # The newest version that is written, being written, or refused.
+        # The newest version that was written, is being written, or was refused.
         self._saved_version: int | None = None
-        self._idle = anyio.Event()  # set while no copy waits to be written or is written
+        self._idle = anyio.Event()  # not set while a copy is being written, or waits for that
         self._idle.set()
-        self.saving = False  # a checkpoint is being written, or `at_end` makes one
-        self._last_by_time = time.monotonic()  # newest checkpoint by `every_s`
+        self.saving = False  # whether a checkpoint is being written or made by `at_end`
+        self._last_by_time = time.monotonic()  # when `every_s` last made a checkpoint due
         self._due_by_time = False
         # Ranks that only generate have no position of their own: rank 0 has the prompt cursor.
         self._ranks = len(self.world.roles.train)
 
     def due(self, version: int, last: bool) -> bool:
-        """Whether to save this version: by `checkpoint.every`, by `checkpoint.every_s`, or as the `last` version."""
+        """Whether to save this version: by `checkpoint.every` or `checkpoint.every_s`, or as the `last` (`save_final`)."""
         if self._store is None or self.core is None or version == self._saved_version or version == 0:
             return False
         if self.directory is not None and self.directory.lost:
@@ -157,11 +156,11 @@ class Checkpointer:
         return by_interval or (last and self.config.checkpoint.save_final)
 
     def final_due(self, version: int, error: BaseException | None, stopped: bool) -> bool:
-        """Whether to save `version` at the end of a run. `stopped`: the run is being cancelled. Then `error` need not be the
-        cancellation: a collective fails, for example, when a stopped rank leaves it.
+        """Whether to save `version` at the end of a run. `stopped`: the run is being cancelled. Even then `error` may be another
+        error than the cancellation, for example the error of a collective that another stopped rank left.
         After a stall or a failed checkpoint nothing is saved: the save could hang or fail, too. With a sharded model, a rank that
         failed alone saves nothing: the other ranks are still running and write no parts."""
-        # If the process ran out of descriptors, the reserved ones suffice for a checkpoint.
+        # If the process has run out of file descriptors, the reserved descriptors suffice for a checkpoint.
         if isinstance(error, (StallError, CheckpointError)) and not lacks_descriptors(error):
             return False
         core = self.core
@@ -170,24 +169,24 @@ class Checkpointer:
         return self.due(version, last=True)
 
     async def announce(self, version: int, waiting_prompt: int | None) -> None:
-        """Call on every rank at each version, before `due`. Afterwards rank 0 can save the version without this rank.
+        """Call on every rank at each version, before `due`. Then rank 0 can save the version without this rank, unless sharded.
         For checkpoints by time, rank 0 reads its clock one version ahead, so that all ranks save the same version.
-        `waiting_prompt`: the group of the prompt stream that waits for a slot."""
-        positions, saving = self.positions, self.config.checkpoint
+        `waiting_prompt`: the id of the prompt that was taken from the cursor and waits for a slot; None: no prompt waits."""
+        positions, settings = self.positions, self.config.checkpoint
         if self._store is None or self.core is None:
             return
-        every_s = saving.every_s if saving.every is None else None
+        every_s = settings.every_s if settings.every is None else None
         self._due_by_time = every_s is not None and time.monotonic() - self._last_by_time >= every_s
         if self._due_by_time:
             self._last_by_time = time.monotonic()
-        if positions is not None and (saving.save_final or saving.every is not None or every_s is not None):
+        if positions is not None and (settings.save_final or settings.every is not None or every_s is not None):
             state = self._position(waiting_prompt)
             self._due_by_time = await positions.announce(version, state, save_next=self._due_by_time)
 
     def rank_state(self, waiting_prompt: int | None) -> RankState:
-        """The position of this rank in its prompts, and its replay buffer, read without an await. Call before live groups end.
-        `untrained`: ids of the prompt stream that were taken and not trained. They include the groups of the open step and the
-        group `waiting_prompt`, which waits for its slot."""
+        """The position of this rank in its prompts, and its replay buffer, read without an await. Call before `GroupBook.end_all`.
+        In the result `untrained` has the ids of prompts that were taken and not trained. They include the groups of the open step
+        and the group `waiting_prompt`, which waits for its slot."""
         replay = self.ports.replay
         return {**self._position(waiting_prompt), "replay": None if replay is None else replay.snapshot()}
 
@@ -207,11 +206,10 @@ class Checkpointer:
         }
 
     async def at_version(self, version: int, state: RankState, last: bool, start: StartTask) -> None:
-        """Save between two steps. Returns after the copy to the host; `start` runs the writing beside the training.
-        The `last` version is written before the return. Errors: CheckpointError (earlier checkpoints are intact), DivergenceError.
-        """
+        """Save between two steps. Returns after the copy to the host: a task of `start` writes the copy beside the training. The
+        `last` version is written before the return. Errors: CheckpointError (earlier checkpoints are intact), DivergenceError."""
         with self.ports.recorder.wait("publish pump", "the checkpoint before", on="disk", cause="checkpoint"):
-            # There is host memory for one copy of the model.
+            # The host may lack memory for a second copy of the model.
             await self._idle.wait()
         captured = await self._capture(version, state)
         if last:
@@ -224,9 +222,9 @@ class Checkpointer:
         self, version: int, state: RankState, error: BaseException | None, stopped: bool, note: Callable[[str], None]
     ) -> None:
         """Write the last checkpoint, if `final_due`. Call after all pumps have ended, while no checkpoint is being written.
-        `error`: the error that ended the run. If the weights are not finite, or the run diverged, `error` or the DivergenceError
-        that caused it gets notes that say so and, on rank 0, name the last good version.
-        Errors: as `at_version`; a DivergenceError only without `error`."""
+        `error`: the error that ended the run, or None. If the run diverged, or the weights are not finite, notes on `error`, or on
+        the DivergenceError among its causes, say so. On rank 0 a note names the last good version.
+        Errors: as `at_version`; a DivergenceError only if `error` is None."""
         noted: BaseException | None = divergence_of(error)
         if isinstance(noted, DivergenceError) and noted.unusable_weights:
             note(f"no checkpoint is made of version {version}, whose weights have diverged")
@@ -256,11 +254,11 @@ class Checkpointer:
 
     def bytes_needed(self) -> int:
         """The approximate size of the next checkpoint in bytes; 0 if the run writes no checkpoints."""
-        core, saving = self.core, self.config.checkpoint
-        if self._store is None or core is None or not (saving.save_final or saving.every or saving.every_s):
+        core, settings = self.core, self.config.checkpoint
+        if self._store is None or core is None or not (settings.save_final or settings.every or settings.every_s):
             return 0
-        state = 3 * sum(master.nbytes for _, master in core.parameters.named_masters())  # weights, moments
-        state *= core.shards
+        # Weights and two moments.
+        state = 3 * core.shards * sum(master.nbytes for _, master in core.parameters.named_masters())
         weights = core.policy.weights.working.nbytes
         return state + weights + (0 if core.reference is None else core.reference.nbytes) + _MARGIN
 
@@ -282,7 +280,7 @@ class Checkpointer:
         ):
             if (replay := state["replay"]) is not None:
                 state = {**state, "replay": await offload(lambda: encode(replay), "replay")}
-            # Every rank has all served weights. So all ranks raise the same error here, and none waits for another.
+            # Every rank has all weights in the matmul dtype (`served`). So all ranks raise this error, and none waits for another.
             if core.is_sharded:
                 served = core.policy.weights.working
                 self._require_finite(
@@ -307,14 +305,14 @@ class Checkpointer:
             if snapshot.version != version:
                 raise CheckpointError(f"captured version {snapshot.version} where {version} was asked for")
             shards = {rank: states[rank]["shard"] for rank in range(1, core.shards)}
-            # In place of a part that was not written there is a string, the error.
+            # The entry of a part that was not written is a string: the error.
             failed = [(trainers[rank], shard) for rank, shard in shards.items() if isinstance(shard, str)]
             if failures := [f"rank {rank}: {error}" for rank, error in failed]:
                 raise CheckpointError(f"version {version} was not saved: {'; '.join(failures)}")
             return Captured(version, run, snapshot, started, shards, tuple(trainers[rank] for rank in missing))
 
     async def check_directory(self) -> None:
-        """Call before each write. Errors: DirectoryLost if the run directory is no longer this run's."""
+        """Call at each version and checkpoint. Errors: DirectoryLost if the run directory is no longer this run's."""
         if self.directory is not None:
             await offload(self.directory.check_still_ours, "run-directory")
 
@@ -340,7 +338,7 @@ class Checkpointer:
                 )
             self.ports.recorder.count("time/checkpoint", time.perf_counter() - captured.started)
         except CheckpointError:
-            # So `final_due` may be true of this version.
+            # Lets the end of the run try this version again (`final_due`).
             self._saved_version = None
             # The directory may have been lost during the write.
             await self.check_directory()
@@ -352,7 +350,7 @@ class Checkpointer:
     def _require_finite(self, place: str | None, version: int) -> None:
         """`place`: the tensor with NaN or infinite values, or None."""
         if place is not None:
-            self._saved_version = version  # `due` must not ask again
+            self._saved_version = version  # so that `due` refuses it
             raise DivergenceError(f"version {version} is not saved: {place} holds NaN or infinite values")
 
     async def _write_shard(self, core: TorchTrainer, version: int) -> list[str]:
@@ -367,7 +365,7 @@ class Checkpointer:
         return await offload(lambda: write_shard(folder, version, rank, state), "checkpoint-shard")
 
     async def _gather(self, version: int, state: RankState) -> tuple[list[RankState], list[int]]:
-        """As `Positions.gather`. If a rank ended before it announced the last step, its state follows from the ledger."""
+        """As `Positions.gather`. If a rank ended before it announced the last version, its state is computed from the ledger."""
         positions, core = self.positions, self.core
         if positions is None:
             return [state], []
@@ -383,16 +381,16 @@ class Checkpointer:
         return states, missing
 
     async def restore(self, saved: SavedRun) -> None:
-        """Restore weights, optimizer, schedule, version and prompt cursor; untrained groups are admitted first.
+        """Restore weights, optimizer, schedule, version, replay buffer and prompt cursor. Prompts of untrained groups come first.
         Errors: CheckpointError, DataError."""
         core, run = self.core, saved.checkpoint.run
         if core is None:
             raise CheckpointError("resume=true: a dry run has nothing to resume")
         rank = str(self.world.train.rank)
         saved.require_cursor(self.world.roles.differ)
-        # With one cursor for all ranks a replicated trainer may have another number of ranks.
-        fixed = core.is_sharded or not self.world.roles.differ
-        if fixed and run["world_size"] != self._ranks:
+        # The number of ranks may change only if every rank holds the whole model and all ranks share one cursor.
+        needs_same_ranks = core.is_sharded or not self.world.roles.differ
+        if needs_same_ranks and run["world_size"] != self._ranks:
             raise CheckpointError(
                 f"resume=true: the checkpoint was written by {run['world_size']} ranks and this run has {self._ranks}; start the "
                 f"run with {run['world_size']} ranks"
@@ -404,7 +402,7 @@ class Checkpointer:
         require_frequencies(core.policy.config, before=before, now=row_limit(self.config))
         state = await offload(saved.checkpoint.trainer, "restore")
         await self.lane.run(lambda: core.load_state_dict(state), name="checkpoint/restore", priority=2)
-        # The engines started with the weights of model.path.
+        # The engines still have the weights of `model.path`.
         for sink in self.ports.sinks:
             await sink.update_weights(core.version)
         if (prompts := self.prompts) is not None and (self.world.is_first or not self.world.roles.differ):

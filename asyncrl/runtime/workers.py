@@ -38,14 +38,14 @@ from asyncrl.weights.orders import LineOrders, OrderDesk
 from asyncrl.weights.sync import BoardWorkers, WeightPublisher
 
 from .opened import OpenRun
-from .placement import Placement, longest_row, place
+from .placement import PLAIN_MESSAGE, Placement, longest_row, place
 
 _THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) -> tuple[WorkerEngine, WeightPublisher]:
-    """The engine, once every worker computes with the trainer's weights, and the sink that sends later versions to the workers.
-    `kv_positions`: sum over the workers of this rank. Errors: WorkerDied, PlatformError and OutOfMemory for the board, ConfigError
+    """(the engine, the sink for later versions of the weights). Returns when every worker computes with the trainer's weights.
+    `kv_positions`: sum over the workers of this rank. Errors: WorkerDied; PlatformError and OutOfMemory for the board; ConfigError
     for a model that the engine cannot run."""
     assert run.policy is not None
     model = describe_model(run, run.policy)
@@ -68,7 +68,7 @@ async def open_sender(run: OpenRun) -> WeightPublisher:
     assert run.policy is not None
     policy, model, part, whole_bytes = run.policy, describe_model(run, run.policy), None, None
     if policy.lora is None and not policy.flat.has_working_copy:
-        # Each version is copied onto the board, and nobody but this rank reads it: its own stripe is enough.
+        # The trainer copies each version onto the board, and no worker reads the board: the stripe that this rank sends is enough.
         names = sorted(f"rank {rank}" for rank in run.world.roles.train)
         whole_bytes = policy.weights.working.nbytes
         start, end = stripes(whole_bytes, len(names))[names.index(f"rank {run.world.rank}")]
@@ -82,8 +82,8 @@ async def open_sender(run: OpenRun) -> WeightPublisher:
 
 
 async def open_generating(run: OpenRun, placement: Placement, kv_positions: int) -> tuple[WorkerEngine, WeightReceiver]:
-    """The engine of a rank that only generates, once every worker computes with the weights of the training ranks, and the receiver
-    of later versions. The rank reads no weights from files. Errors: RankLost, and those of `open_workers`."""
+    """On a rank that only generates: (the engine, the receiver of later versions). Returns when every worker computes with weights
+    of the training ranks. This rank reads no weights from files. Errors: RankLost, and those of `open_workers`."""
     orders = LineOrders(cast(LineClient, run.line))
     with run.recorder.wait("runtime", "the model", on="rank 0", cause="start"):
         run.model_description = model = await orders.model()
@@ -107,7 +107,7 @@ def _make_publisher(
 ) -> WeightPublisher:
     assert run.policy is not None
     publisher = WeightPublisher(run.policy, board, readers, run.lanes[0], adapters, part)
-    # The workers read the board. They end before the board is closed, because they are opened later.
+    # Closed after the workers, which read the board: parts close in the opposite order, and the workers are opened later.
     run.stack.callback(publisher.close)
     return publisher
 
@@ -123,7 +123,7 @@ async def _open_nodes(
     if orders is not None:
         orders.describe(model)
         task = asyncio.create_task(orders.orders.run())
-        # Every call of `nodes` raises the task's error. Without this callback asyncio would log the error, too.
+        # Retrieves the task's error, so that asyncio does not log it. Every call of `nodes` raises this error.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         run.stack.callback(task.cancel)
     return nodes
@@ -132,7 +132,7 @@ async def _open_nodes(
 async def _open_stripes(run: OpenRun, desk: OrderDesk) -> tuple[Stripes, ThreadLane]:
     world, device = run.world, run.decided.device
     on_start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    # Between two broadcasts the lane has nothing to do while the device's own lane computes: no idle time of the device.
+    # `in_budget=False`: between broadcasts this lane waits while the trainer's lane computes, so its waits are no idle device time.
     lane = await run.stack.enter_async_context(ThreadLane("weights", run.recorder, on_start, in_budget=False))
     stripes = Stripes(f"rank {world.rank}", desk.store, device, run.config.watchdog.loop_timeout_s)
     run.stack.push_async_callback(lane.run, stripes.close, name="weights/close")
@@ -140,7 +140,7 @@ async def _open_stripes(run: OpenRun, desk: OrderDesk) -> tuple[Stripes, ThreadL
 
 
 async def take_engine(run: OpenRun, placement: Placement, engine: str) -> Placement:
-    """Generate with the engine of rank 0. Returns the placement of this rank with that engine."""
+    """Set `generation.engine` to `engine`, the choice of rank 0. Returns the placement of this rank with that engine."""
     if engine != run.config.generation.engine:
         run.config = with_values(run.config, {"generation.engine": engine})
         print(f"asyncrl: rank {run.world.rank}: generation.engine: {engine}, as on rank 0", flush=True)
@@ -154,10 +154,9 @@ async def take_engine(run: OpenRun, placement: Placement, engine: str) -> Placem
 
 
 def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
-    """What a worker needs to build the model, in JSON types, without weights. Errors: ConfigError if the engine cannot run it."""
+    """What a worker needs to build the model, in JSON types, without weights. Errors: ConfigError if vLLM cannot run the model."""
     config, context = run.config, row_limit(run.config)
     routes = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
-    vllm = config.generation.engine == "vllm"
     embedded = {"extras": describe_extras(policy), "stop_ids": eos_token_ids(policy.module, run.tokenizer)}
     return {
         "device": run.decided.device.type,
@@ -168,7 +167,7 @@ def describe_model(run: OpenRun, policy: PolicyModel) -> dict[str, Any]:
         "vocabulary": int(policy.config.get_text_config().vocab_size),
         "routes": None if routes is None else astuple(routes),
         "lora": policy.lora and policy.lora.describe(),
-        "for_engine": _for_vllm(policy, run.tokenizer, context) if vllm else embedded,
+        "for_engine": _for_vllm(policy, run.tokenizer, context) if config.generation.engine == "vllm" else embedded,
     }
 
 
@@ -180,7 +179,7 @@ async def _open_board(run: OpenRun, model: Mapping[str, Any]) -> Board:
 
 
 def create_board(elements: int, dtype: torch.dtype, layout: str, device: torch.device) -> Board:
-    """The board, on the rank's device: a trainer writes it without a copy. Errors: OutOfMemory, PlatformError."""
+    """A new board in memory of the rank's device, so the trainer writes without a copy. Errors: OutOfMemory, PlatformError."""
     slab = None if device.type == "cpu" else weight_slab(segment_name(), elements, dtype, device)
     return Board.create(elements, dtype, layout, slab)
 
@@ -238,8 +237,7 @@ def _for_vllm(policy: PolicyModel, tokenizer: Any, context: int) -> dict[str, An
     Errors: ConfigError."""
     if policy.path.name == "plain":
         raise ConfigError(
-            f"generation.engine is vllm, and {type(policy.module).__name__} runs on the plain path, whose states and caches have "
-            "not been compared with vLLM's; use generation.engine=embedded"
+            f"generation.engine is vllm, and {type(policy.module).__name__} {PLAIN_MESSAGE}; use generation.engine=embedded"
         )
     text = policy.config.get_text_config()
     longest = longest_row(text)
@@ -247,7 +245,7 @@ def _for_vllm(policy: PolicyModel, tokenizer: Any, context: int) -> dict[str, An
         raise ConfigError(
             f"generation.engine is vllm, and rows may have {context} tokens (rollout.max_context, or data.max_prompt_tokens + "
             f"rollout.max_tokens), but the model has positions for {longest} (max_position_embeddings), beyond which vLLM does not "
-            "go; make data.max_prompt_tokens or rollout.max_tokens smaller, or use generation.engine=embedded"
+            "go; make these settings smaller, or use generation.engine=embedded"
         )
     config = json.loads(policy.config.to_json_string(use_diff=False))
     cache = cache_shape(policy.config, 1, 1)

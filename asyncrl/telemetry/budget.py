@@ -1,8 +1,6 @@
-"""Divides the wall time of a step: busy time by kind of closure, idle time by recorded cause. Pure functions of a `Window`.
-
-`unexplained` is the time in which a lane was idle and no task had recorded a wait. The shares of each lane sum to 1.
-
-At an idle moment several waits may be active. Then the earliest cause of `records.Cause` counts.
+"""For each lane (the thread that owns a device), divides the wall time of a step into busy time, by kind of closure, and idle time,
+by cause. A closure is a function that the lane's thread runs. `unexplained` is the idle time for which no task had recorded a wait.
+If several waits are active at an idle moment, the cause that is first in `records.Cause` counts. The shares of each lane sum to 1.
 """
 
 from __future__ import annotations
@@ -59,15 +57,15 @@ def lane_budget(window: Window, lane: str) -> LaneBudget:
         return LaneBudget(lane, 0.0)
     idle = [interval for interval in window.idle if interval.lane is None or interval.lane == lane]
     busy = [interval for interval in window.busy if interval.lane == lane]
-    # In `_seconds_by_code` a later interval overwrites an earlier one. So busy time overwrites idle time, the earliest cause
-    # overwrites other causes, and the inner of two nested closures overwrites the outer.
+    # `_seconds_by_code` prefers the last interval in its list. So busy time comes after idle time, the first cause of `CAUSES`
+    # after other causes, and the inner of two nested closures after the outer.
     idle.sort(key=lambda interval: _ORDER_OF[interval.label], reverse=True)
     busy.sort(key=lambda interval: interval.start)
-    # A label is (is busy, kind or cause). Label -> code. Code 0 is `unexplained`.
+    # A label is (is busy, kind or cause). Each label has a code, from 1. Code 0 is `unexplained`.
     labels = [(False, interval.label) for interval in idle] + [(True, kind_of(interval.label)) for interval in busy]
     codes = {label: code for code, label in enumerate(dict.fromkeys(labels), 1)}
-    code_of_row = np.array([codes[label] for label in labels], np.int64)
-    seconds = _seconds_by_code([*idle, *busy], code_of_row, window.start, window.end, len(codes) + 1)
+    interval_codes = np.array([codes[label] for label in labels], np.int64)
+    seconds = _seconds_by_code([*idle, *busy], interval_codes, window.start, window.end, len(codes) + 1)
 
     busy_s: dict[str, float] = {}
     idle_s: dict[str, float] = {}
@@ -80,9 +78,9 @@ def lane_budget(window: Window, lane: str) -> LaneBudget:
 
 
 def _seconds_by_code(
-    intervals: Sequence[Interval], code_of_row: np.ndarray, start: float, end: float, count: int
+    intervals: Sequence[Interval], interval_codes: np.ndarray, start: float, end: float, count: int
 ) -> np.ndarray:
-    """The seconds of each code, [count]. Where intervals overlap, the last of them counts; code 0 is time without an interval."""
+    """The seconds of each code, [count]. Of overlapping intervals the last in the list counts. Code 0: time without an interval."""
     bounds = np.array([(interval.start, interval.end) for interval in intervals], np.float64).reshape(-1, 2)
     # Subtract the start, because a large clock value would cost the last digits of the sum.
     bounds = np.clip(bounds - start, 0.0, end - start)
@@ -90,8 +88,8 @@ def _seconds_by_code(
     first = np.searchsorted(edges, bounds[:, 0]).tolist()
     last = np.searchsorted(edges, bounds[:, 1]).tolist()
     code_between_edges = np.zeros(edges.size - 1, np.int64)
-    for row, code in enumerate(code_of_row.tolist()):
-        code_between_edges[first[row] : last[row]] = code
+    for index, code in enumerate(interval_codes.tolist()):
+        code_between_edges[first[index] : last[index]] = code
     return np.bincount(code_between_edges, weights=np.diff(edges), minlength=count)
 
 

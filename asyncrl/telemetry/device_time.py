@@ -1,19 +1,20 @@
-"""When a device computed the closures of a lane. A closure returns when its kernels are launched, not when they have ended.
+"""Measures when a device computed the closures of a lane, with a pair of CUDA events for each closure. A lane is the thread that
+owns a device; a closure returns when its kernels are launched, not when the device has executed them.
 
     lane's thread    begin.record(), closure, end.record()      on the thread's current stream
     later            query(), and if it is True elapsed_time()  at the begin of the next closure and at `Recorder.take_window`
 
-* Only `finish` waits for the end of work. Pairs of events are resolved in the order of their closures. Their events are reused.
-  After an error of the device, further closures count with the host's time.
-* A closure counts as busy from the end of all earlier work to the end of its last kernel, but never before the host starts it. Gaps
-  between its kernels count as busy. Work on a stream that the lane's stream does not wait for is not seen.
-* Only the lane's thread records. While a closure runs no other thread queries, because a query may break a capture of a CUDA graph.
+* Only `finish` waits for the device. Pairs are resolved in the order of their closures. Their events are reused. After an error of
+  the device, further closures count with the host's time.
+* A closure counts as busy from the end of all earlier work on the stream, or from its start on the host if that is later, to the
+  end of its last kernel. Gaps between kernels count as busy. Work on streams for which the lane's stream does not wait is not seen.
+* Only the lane's thread calls `record`. While a closure runs, no other thread calls `query`, which can break a CUDA graph capture.
 
-The clock. If all pairs are resolved at the begin of a closure, the stream is empty, and the device reaches the closure's first
-event at once. This event and the host's time right before its `record` are the reference for the pairs up to the next such
-closure. Two inaccuracies remain: an idle device reaches the event some microseconds after `record`, and the two clocks drift apart
-after the reference. `lane/device_clock_ms` has the sum of both at each new reference, which ends the drift. No event is placed
-before the host's time at the start of its span, or after the query that found the event completed.
+A reference relates the device's clock to the host's clock: an event, and the host's time right before the event's `record`. If all
+pairs are resolved at the begin of a closure, the stream is empty, and the device reaches the closure's first event at once. So
+this event is the reference for all pairs up to the next such closure. Two inaccuracies remain: the device reaches the event some
+microseconds after `record`, and the clocks drift apart until the next reference. At each new reference, `lane/device_clock_ms` gets
+the sum of the two. No event is placed before the host's time in its `EventPair`, or after the query that found it completed.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class EventPair:
 
 
 class DeviceTimes:
-    """The closures of one lane. `store` gets name, begin and end on the device, and begin and end on the host. `observe` gets how
-    far the two clocks drifted apart, in seconds. Both are called with a lock held."""
+    """Measures the closures of one lane. All times are seconds on `clock`. `store` gets a closure's name, its begin and end on the
+    device, and its begin and end on the host. `observe` gets the difference of the two clocks. Both are called with a lock held."""
 
     def __init__(
         self,
@@ -65,25 +66,25 @@ class DeviceTimes:
         observe: Callable[[float], None],
     ) -> None:
         self._clock, self._new_event, self._store, self._observe = clock, new_event, store, observe
-        # Guards all below. `record` is called without the lock: a full launch queue may block that call.
+        # Guards the fields below. `record` is called without the lock: a full launch queue may block that call.
         self._lock = threading.Lock()
         self._pending: deque[EventPair] = deque()
         self._running: EventPair | None = None
         self._in_closure = False
-        self._free: list[DeviceEvent] = []
+        self._free: list[DeviceEvent] = []  # resolved events, for reuse
         self._reference: tuple[DeviceEvent, float] | None = None  # (event, host's time right before it)
-        self._former: tuple[DeviceEvent, float] | None = None  # until it is compared with `_reference`
+        self._former: tuple[DeviceEvent, float] | None = None  # former reference, until compared with `_reference`
         self._last_end = float("-inf")
         self._failed = False
 
     def begin(self, name: str, started: float) -> None:
-        """On the lane's thread, right before a closure."""
+        """Call this on the lane's thread, right before a closure. `started`: the host's time."""
         with self._lock:
             self._resolve()
             self._in_closure = True
             if self._failed:
                 return
-            is_empty = not self._pending
+            stream_is_empty = not self._pending
             begin, end = (self._free.pop() if self._free else self._new_event() for _ in range(2))
         at = self._clock()
         try:
@@ -92,13 +93,13 @@ class DeviceTimes:
             self._fail()
             return
         with self._lock:
-            if is_empty:
+            if stream_is_empty:
                 self._former, self._reference = self._reference, (begin, at)
             self._running = EventPair(name, begin, end, started, started)
             self._pending.append(self._running)
 
     def end(self) -> bool:
-        """On the lane's thread, right after a closure. False: the caller stores the closure with the host's times."""
+        """Call this on the lane's thread, right after a closure. False: the caller must store the closure with the host's times."""
         pair = self._running
         if pair is not None:
             pair.ended = self._clock()
@@ -111,15 +112,16 @@ class DeviceTimes:
         return is_timed
 
     def poll(self) -> tuple[str, float] | None:
-        """Resolve the pairs that have ended, on any thread. Returns the closure that the device computes now, and since when."""
+        """Resolve the pairs that have ended, unless a closure runs on the host. Returns the closure that the device computes now,
+        and since when; None: the device is idle. Any thread may call this."""
         with self._lock:
             if not self._in_closure:
                 self._resolve()
             return (self._pending[0].name, max(self._pending[0].started, self._last_end)) if self._pending else None
 
     def finish(self) -> None:
-        """Wait for the device, on any thread but the event loop's. A pair that is unresolved after `FINISH_S` gets the host's
-        times, as does every later closure."""
+        """Block until the device is idle, at most `FINISH_S`. If that passes, unresolved and later closures get the host's times.
+        Do not call this on the event loop."""
         for _ in range(round(FINISH_S / 1e-3)):
             if self.poll() is None:
                 return
@@ -132,7 +134,7 @@ class DeviceTimes:
                 self._place(self._pending[0], self._clock())
                 self._pending.popleft()
         except RuntimeError:
-            # The closure's own call raises the error of the device, too.
+            # The error is not lost: the closure's calls of the device raise it, too.
             self._give_up()
 
     def _place(self, pair: EventPair, now: float) -> None:

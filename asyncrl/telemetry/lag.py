@@ -1,11 +1,11 @@
 """Measures how late the event loop is, and finds the code that blocked the loop.
 
-`monitor` sleeps for `interval` seconds again and again, and measures how late it wakes. `loop/lag_ms_p99` has the lateness in a
-step (with fewer than 100 samples, the largest sample).
+`monitor` sleeps for `interval` seconds again and again, and measures how late it wakes. `loop/lag_ms_p99` is the 99th
+percentile of the lateness in a step (with fewer than 100 samples, the largest sample).
 
 While `monitor` does not wake, a thread samples the stack of the event loop's thread. So a warning can say "event loop blocked
-5.01 s in rewards.py:12 my_reward". A block is reported only if the blocking code used the processor or slept in a call. A thread
-that waits for a processor or for the GIL is not reported, because on a busy machine that can happen in any code.
+5.01 s in rewards.py:12 my_reward". A blockage is reported only if the blocking code used the processor or slept in a call. If the
+loop's thread waited for a processor or for the GIL, nothing is reported: on a busy machine that can happen in any code.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import anyio
 
 from .recorder import Recorder
 
-# A shorter lateness is not recorded as idle time, because the timer is not more exact.
+# A lateness below this is not recorded as idle time, because the timer is not more exact.
 _TIMER_RESOLUTION_S = 0.001
 _SAMPLE_EVERY_S = 0.05
-# A longer block is reported once before it ends: the code may wait for something that only the event loop can do.
+# A blockage longer than this is reported once while it lasts. It may last forever: the code may wait for what only the loop does.
 _STILL_BLOCKED_S = 5.0
-# A block in the same place is reported again after this time.
+# A blockage in the same place is reported again only after this time.
 _REPORT_AGAIN_S = 60.0
 
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}/"  # the slash excludes a folder asyncrl_tasks
@@ -46,8 +46,8 @@ _LOOP_FILES = (
 def top_user_frame(thread_id: int) -> str | None:
     """`file.py:line function` of the innermost frame of user code on the stack of a thread.
 
-    Without user code: the innermost frame of this package, or of a library. Frames of the event loop itself and their callers
-    are ignored. None: there is no such thread, or it executes only the event loop.
+    Without user code: the innermost frame of this package; without such a frame: of a library. Frames of the event loop itself
+    and their callers are ignored. None: there is no such thread, or the thread executes only the event loop.
     """
     return user_frame(_outwards(sys._current_frames().get(thread_id)))
 
@@ -81,13 +81,12 @@ def _describe(frame: FrameType) -> str:
 
 
 class BlockSampler:
-    """A thread that samples the stack of the thread that made it, if that thread has not called `tick` for `allowed_s` seconds.
-
-    Uses real time even if the recorder has a simulated clock, because the watched thread is real.
-    """
+    """Runs a sampling thread, which watches the thread that constructs this object. While the watched thread has not called `tick`
+    for `allowed_s` seconds, the sampling thread samples its stack."""
 
     def __init__(self, clock: Callable[[], float], allowed_s: float, report: Callable[[str], None]) -> None:
-        """`report` is called on the sampler's thread, once for each block of more than `_STILL_BLOCKED_S`."""
+        """`clock`: real time, even if the recorder has a simulated clock. `report` is called on the sampling thread, once for each
+        blockage of more than `_STILL_BLOCKED_S`."""
         self._clock, self._report = clock, report
         self._allowed_s = allowed_s
         self._watched = threading.get_ident()
@@ -109,15 +108,15 @@ class BlockSampler:
         self._thread.join()
 
     def tick(self) -> tuple[str | None, bool]:
-        """Call this method when the event loop runs. Returns the most frequent frame since the last call (None without a sample),
-        and whether the thread hardly waited for a processor or for the GIL meanwhile."""
+        """Call this whenever the event loop runs. Returns the most frequent frame since the last call (None without a sample), and
+        whether the watched thread hardly waited for a processor or for the GIL since then (False also if that is unknown)."""
         with self._lock:
             self._last_tick = self._clock()
             frames, self._frames = self._frames, Counter()
             delays, self._delays = self._delays, []
         return frames.most_common(1)[0][0] if frames else None, _did_not_wait(delays)
 
-    def _processor_delay(self) -> float:
+    def _processor_wait_s(self) -> float:
         try:
             with open(self._delay_file, encoding="ascii") as file:
                 return 1e-9 * float(file.read().split()[1])
@@ -129,13 +128,13 @@ class BlockSampler:
         while not self._stop.wait(pause):
             with self._lock:
                 tick = self._last_tick
-            due = tick + self._allowed_s - self._clock()
-            if due > 0:
-                pause = due
+            remaining_s = tick + self._allowed_s - self._clock()
+            if remaining_s > 0:
+                pause = remaining_s
                 continue
-            frame, sample = top_user_frame(self._watched), (self._clock(), self._processor_delay())
+            frame, sample = top_user_frame(self._watched), (self._clock(), self._processor_wait_s())
             with self._lock:
-                # If the loop ticked after the sample, the frame belongs to no block.
+                # If the loop called `tick` after the sample, the frame blocked nothing.
                 if frame is not None and self._last_tick == tick:
                     self._frames[frame] += 1
                     self._delays.append(sample)
@@ -150,9 +149,9 @@ class BlockSampler:
 
 
 def _did_not_wait(delays: list[tuple[float, float]]) -> bool:
-    """Whether the watched thread hardly waited for a processor or for the GIL, by samples as in `BlockSampler`."""
+    """Whether the watched thread hardly waited for a processor or for the GIL. `delays`: as in `BlockSampler`."""
     sampled_s = delays[-1][0] - delays[0][0] if delays else 0.0
-    # The sampler needs the GIL, too. If the sampler took a quarter of its samples, then the GIL was free.
+    # The sampling thread needs the GIL, too. If it took more than a quarter of the samples that were due, the GIL was free.
     gil_was_free = len(delays) > sampled_s / _SAMPLE_EVERY_S / 4
     return sampled_s > 0 and gil_was_free and delays[-1][1] - delays[0][1] < sampled_s / 4
 
@@ -167,8 +166,8 @@ async def monitor(
     blocked_s: float = 0.1,
     report: Callable[[str], None] = _to_stderr,
 ) -> None:
-    """Measure the lateness of the event loop until cancelled. `report` gets a text about each block of more than `blocked_s`
-    seconds, at most once a minute for each place in the code.
+    """Measure the lateness of the event loop until cancelled. After a blockage of more than `blocked_s` s, `report` gets a text, at
+    most once a minute for each place in the code. `BlockSampler` calls `report`, too: on its own thread, during a long blockage.
 
     Records `loop/lag_ms_p99`, `loop/blocked`, and late intervals as idle time with the cause `loop`."""
     clock = recorder.clock

@@ -47,8 +47,8 @@ class LiveView:
     """Shows the progress of a run. A context manager. `auto`: a bar on a terminal, otherwise lines; `plain`: lines; `off`: nothing.
 
     `total_steps`: the version at which the run ends; None if only the data or a time limit ends the run. `start`: the version of
-    the checkpoint that is resumed. Each call costs less than a millisecond. Text that cannot be written is dropped, so a closed
-    terminal or pipe does not end the run.
+    the resumed checkpoint; 0 for a new run. Each call costs less than a millisecond. Text that cannot be written is dropped, so a
+    closed terminal or pipe does not end the run.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LiveView:
             self._progress.stop()
 
     def step(self, version: int, metrics: Metrics) -> None:
-        """Show a committed step. `metrics`: with the names in `metrics.jsonl`."""
+        """Show a committed step. `version`: of the policy after the step. `metrics`: by their names in `metrics.jsonl`."""
         now = time.perf_counter()
         seconds, self._last_step_time = now - self._last_step_time, now
         if self._off:
@@ -109,8 +109,8 @@ class LiveView:
             self._print("  ".join([f"step {version}{total}", *parts, f"{metrics.get('time/step', seconds):.1f} s"]))
 
     def status(self, text: str) -> None:
-        """Show the progress of a stage before the first step. `text`: the stage, a colon, and counts. The text is shown beside the
-        bar, or without a bar as a line when a stage begins, and every 30 s while its counts change. Any thread may call this."""
+        """Show the progress of a stage before the first step. `text`: the stage, a colon, and counts. With a bar the text is beside
+        the bar. Without a bar it is a line, when the stage begins and every 30 s if its counts change. Any thread may call this."""
         if self._off:
             return
         if self._progress is not None:

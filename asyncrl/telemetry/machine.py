@@ -1,4 +1,4 @@
-"""The processor of this machine, its instruction sets, and the number of free cores. Complete only on Linux with x86-64."""
+"""Facts about this machine: its processor, instruction sets, and number of free cores. Complete only on Linux with x86-64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-BFLOAT16 = ("avx512_bf16", "amx_bf16")  # each has instructions for products of bfloat16
+BFLOAT16 = ("avx512_bf16", "amx_bf16")  # flags of processors that multiply bfloat16
 _NAMES = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "bfloat16", "amx_bf16": "AMX bfloat16"}
 # Variables with which a user forbids torch to use some instructions.
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
@@ -56,7 +56,7 @@ def free_cores() -> int:
 
 
 def cpu_quota(groups: Path, mounted: Path) -> float:
-    """The smallest CPU quota, in cores, of this process's control groups and their parents. Reads cgroups of versions 1 and 2."""
+    """The smallest CPU quota, in cores, of the control groups listed in `groups` and their parents; without a quota all cores."""
     quotas = [float(os.cpu_count() or 1)]
     for line in _text(groups).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -64,7 +64,7 @@ def cpu_quota(groups: Path, mounted: Path) -> float:
             continue
         group = mounted / ("cpu" if controllers else "") / path.lstrip("/")
         for folder in (group, *group.parents):
-            # Version 2 has "quota period" in one file, version 1 has two files. "max" or -1: no quota.
+            # cgroups of version 2 have "quota period" in one file, those of version 1 have two files. "max" or -1: no quota.
             texts = [_text(folder / name) for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")]
             words = " ".join(texts).split()
             if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal():

@@ -36,14 +36,14 @@ class LossyStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush. If the reader is gone, the buffered text is dropped."""
+        """Flush without raising an error. If the reader is gone, the buffered text is dropped; otherwise it stays in the buffer."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
             self._drop_if_reader_gone(error)
 
     def flush_last(self) -> None:
-        """Flush, or drop the buffered text after any error. Otherwise the interpreter's flush at exit fails with exit code 120."""
+        """Flush; after an error drop the buffered text. Text that stays in the buffer makes the interpreter exit with code 120."""
         try:
             self._stream.flush()
         except (OSError, ValueError):
@@ -95,6 +95,6 @@ def lossy_output() -> Iterator[None]:
 
 
 def print_early(text: str) -> None:
-    """Print a line on stderr before an import of torch, which takes seconds. Only on rank 0, and only before the first import."""
+    """Print a line on stderr, if this is rank 0 and torch is not imported yet. The import takes seconds without any output."""
     if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
         print(f"asyncrl: {text}", file=sys.stderr, flush=True)

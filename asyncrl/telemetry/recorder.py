@@ -1,8 +1,8 @@
 """The recorder of a run: trace events, waits, and the metrics of a step.
 
 Guarantees
-* Any thread may call any method, except `register_device` and `watch`. No method awaits, and only `finish_devices` waits for work.
-* An event costs one or two microseconds, because every decode step records events.
+* Any thread may call any method, except `register_device` and `watch`. No method is a coroutine, and only `finish_devices` blocks.
+* An event costs one or two microseconds. Every decode step records events.
 * Memory is bounded: after `max_events` trace events, further events are only counted (`dropped_events`). The intervals of a step
   are stored separately, so the idle shares stay correct when the trace is full.
 
@@ -28,17 +28,17 @@ from .records import Cause, Interval, TraceEvent, Wait, Window
 from .samples import Reduce, Samples
 
 LANE_PREFIX = "lane:"
-# Records of another process usually arrive within this time.
+# The intervals of other processes count as if they had happened this much later: by then their records usually have arrived.
 REMOTE_DELAY_S = 0.25
-# Names of actors that run the user's code. A `Recorder.watch` of a hook names it "hook NAME".
+# An actor (`Recorder.change_actor`) runs the user's code if its name begins with one of these. A hook is named "hook NAME".
 _USER_CODE = ("the environment", "the program", "hook ")
-# Thousands of groups may wait. All their waits share one track.
+# Thousands of groups may wait. All their waits share one track of the trace.
 _GROUP_NAME = re.compile(r"\bgroup -?\d+$")
 
 
 class NvtxRanges:
-    """NVTX ranges in the domain `asyncrl`, which `nsys` shows, from any thread. Does nothing if `on` is False or the user set
-    `NVTX_DISABLE`. Without a profiler a range costs one comparison."""
+    """NVTX ranges, which the profiler `nsys` shows in the domain `asyncrl`. Any thread may open and close them. Does nothing if
+    `on` is False or the user set `NVTX_DISABLE`. Without a profiler a range costs one comparison."""
 
     def __init__(self, on: bool) -> None:
         self._domain: Any = nvtx.get_domain("asyncrl") if on and nvtx.enabled() else None
@@ -93,7 +93,7 @@ class Span:
 
 
 class DeviceSpan(Span):
-    """A closure on a lane of `Recorder.register_device`. The device's interval is stored later."""
+    """A closure on a lane with `Recorder.register_device`. `DeviceTimes` stores its interval later, with the device's time."""
 
     __slots__ = ("_device",)
 
@@ -111,7 +111,7 @@ class DeviceSpan(Span):
         is_timed = self._device.end()
         self.ended = recorder.clock()
         recorder._ranges.close(self._range)
-        recorder._close_span(self, is_stored=not is_timed)
+        recorder._close_span(self, store=not is_timed)
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +136,7 @@ class WaitSpan:
 
 
 class WatchSpan(WaitSpan):
-    """Context manager of `Recorder.watch`, which unlike a `WaitSpan` is not in the trace."""
+    """Context manager of `Recorder.watch`. A `WatchSpan` is not in the trace and is not idle time, unlike a `WaitSpan`."""
 
     __slots__ = ("task",)
 
@@ -182,7 +182,7 @@ class Recorder:
         # How many activities wait for user code and for the engine; and the wait with the cause `environment`, if one is open.
         self._waits_for_user = self._waits_for_engine = 0
         self._user_wait: WaitSpan | None = None
-        self._lane_end: dict[str, float] = {}  # lane -> end of its last closure on the host
+        self._lane_end: dict[str, float] = {}  # lane -> end of its last closure (host), or registration
         self._outside_budget: set[str] = set()  # lanes
         self._devices: dict[str, DeviceTimes] = {}
         self._window_start = self.started
@@ -192,12 +192,12 @@ class Recorder:
     # ---- spans and waits
 
     def span(self, name: str, *, track: str, **args: Any) -> Span:
-        """An activity, recorded as an NVTX range and a trace event. On a track `lane:<name>` also as busy time of that lane."""
+        """An activity, recorded as an NVTX range and a trace event. With the track `lane:<name>` also as busy time of that lane."""
         lane = track[len(LANE_PREFIX) :] if track.startswith(LANE_PREFIX) else None
         return Span(self, name, track, args or None, lane, None)
 
     def lane_busy(self, lane: str, name: str, *, submitted: float | None = None) -> Span:
-        """The lane's thread runs the closure `name`. `submitted`: the time of its submission, on this clock.
+        """The block in which the lane's thread runs the closure `name`. `submitted`: the time of its submission, on `self.clock`.
 
         Idle time of the lane between submission and start is recorded with the cause `handoff`.
         """
@@ -211,7 +211,7 @@ class Recorder:
         return Span(self, name, LANE_PREFIX + lane, None, lane, None)
 
     def lane_resumed(self, lane: str, ended: float) -> None:
-        """Call this when the caller of a closure resumes. The time since `ended`, the closure's end, has the cause `loop`."""
+        """Call this when a closure's caller resumes. The time since the closure `ended` is idle time with the cause `loop`."""
         now = self.clock()
         self.idle("loop", ended, now, lane)
         self.observe("lane/resume_ms", 1e3 * max(0.0, now - ended))
@@ -219,23 +219,23 @@ class Recorder:
     def work(self, who: str, what: str, **args: Any) -> Span:
         """Python work on the event loop between two closures: a span on track `who`, and idle time with the cause `loop`.
 
-        Do not await inside, because the time of other tasks would be counted, too.
+        Do not await inside: the time of other tasks would count as time of this work.
         """
         return Span(self, what, who, args or None, None, "loop")
 
     def wait(self, who: str, what: str, *, on: str, cause: Cause | None) -> WaitSpan:
-        """`who` ("train pump") waits for `what` ("a whole group") from `on` ("score pump"). `cause` None: not idle time."""
+        """In the block `who` ("train pump") waits for `what` ("a group") from `on` ("score pump"). `cause` None: not idle time."""
         return WaitSpan(self, who, what, on, cause or "")
 
     def watch(self, who: str, what: str, *, on: str) -> WatchSpan:
-        """The calling task waits for work of `on` that may hang, such as user code. Listed in `active_waits`, for the watchdog.
-        Also calls `change_actor`."""
+        """In the block the calling task waits for work of `on` that may hang, such as user code. `active_waits` lists the wait for
+        the watchdog. Begin and end of the block call `change_actor`."""
         return WatchSpan(self, who, what, on)
 
     def change_actor(self, old: str, new: str) -> None:
-        """An activity (an episode, a call of a hook, the run) waited for `old` and now waits for `new`. "": for nothing.
+        """An activity (an episode, a call of a hook, the run) waited for the actor `old` and now waits for `new`. "": for nobody.
 
-        While at least one activity waits for user code and none waits for the engine, idle time has the cause `environment`.
+        While at least one activity waits for user code and none waits for the engine, there is a wait with the cause `environment`.
         """
         with self._lock:
             for actor, change in ((old, -1), (new, 1)):
@@ -250,13 +250,13 @@ class Recorder:
                 self._user_wait = None
 
     def idle(self, cause: str, start: float, end: float, lane: str | None = None) -> None:
-        """Record an interval of idle time of a lane, or of all lanes, after the interval has ended."""
+        """Record an interval of idle time that has ended. `lane` None: of all lanes."""
         if end > start:
             with self._lock:
                 self._store(self._idle, Interval(cause, lane, start, end))
 
     def active_waits(self) -> list[Wait]:
-        """All waits that are open now, the longest first."""
+        """The open waits of `wait` and `watch`, the longest first."""
         with self._lock:
             spans = list(self._waits.values())
         waits = (Wait(w.who, w.what, w.on, w.cause, w.since, getattr(w, "task", None)) for w in spans)
@@ -269,7 +269,7 @@ class Recorder:
         self._add_event("i", name, track, self.clock(), 0.0, _items(args))
 
     def events(self) -> list[TraceEvent]:
-        """The trace events so far, in the order in which they were recorded: at their ends, or later from devices and workers."""
+        """The trace events in the order in which they were recorded: at their ends, or later if from a device or a worker."""
         with self._lock:
             events = list(self._events)
         return [TraceEvent._make((*event[:5], dict(event[5]) if event[5] else None)) for event in events]
@@ -287,7 +287,7 @@ class Recorder:
             self._gauges[name] = float(value)
 
     def observe(self, name: str, value: float, *, reduce: Reduce = "mean") -> None:
-        """Add a sample. `drain` returns all samples of a name reduced to one number, by the `reduce` of the first sample."""
+        """Add a sample. `drain` reduces all samples of a name to one number, as the `reduce` of the name's first sample says."""
         with self._lock:
             entry = self._samples.get(name)
             if entry is None:
@@ -295,14 +295,14 @@ class Recorder:
             entry.add(float(value))
 
     def log(self, name: str, value: float) -> None:
-        """Add a value of a metric of the user. The count `name` has the sum of the values, `name#` their number."""
+        """Add a value of the user's own metric. The counter `name` gets the sum of the values, the counter `name#` their number."""
         with self._lock:
             self.count(name, value)
             self.count(f"{name}#")
 
     @contextmanager
     def timed(self, metric: str) -> Iterator[None]:
-        """A context manager that adds the seconds inside the block to the count `metric`, whose name begins with `time/`."""
+        """A context manager that adds the seconds of its block to the counter `metric`, whose name begins with `time/`."""
         started = self.clock()
         try:
             yield
@@ -311,7 +311,7 @@ class Recorder:
 
     def drain(self, kept: tuple[str, ...] = ()) -> dict[str, float]:
         """Take the metrics since the last drain, by name: reduced samples, counts, and gauges. Counts whose names begin with one of
-        `kept` stay."""
+        `kept` stay for a later drain."""
         with self._lock:
             stay = self.take_counts(kept)
             counts, gauges, samples = self.take_metrics()
@@ -319,7 +319,7 @@ class Recorder:
         return {**{name: entry.value() for name, entry in samples.items()}, **counts, **gauges}
 
     def take_metrics(self) -> tuple[dict[str, float], dict[str, float], dict[str, Samples]]:
-        """`drain` with samples that are not reduced. Returns (counts, gauges, samples)."""
+        """Like `drain`, but does not reduce the samples. Returns (counts, gauges, samples)."""
         with self._lock:
             metrics = self._counts, self._gauges, self._samples
             self._reset_metrics()
@@ -352,13 +352,13 @@ class Recorder:
                 self._outside_budget.add(lane)
 
     def register_device(self, lane: str, new_event: Callable[[], DeviceEvent]) -> None:
-        """Count the later closures of this lane with the device's time. Call this on the lane's thread, after it has chosen its
-        device. See `device_time.py`."""
+        """From now on measure the closures of this lane with the device's time (`device_time.py`). Call this on the lane's thread,
+        after the thread has chosen its device."""
 
-        def store(name: str, start: float, end: float, started: float, ended: float) -> None:
+        def store(name: str, start: float, end: float, host_start: float, host_end: float) -> None:
             with self._lock:
                 self._store(self._busy, Interval(name, lane, start, end))
-            host_ms = round(1e3 * (ended - started), 3)
+            host_ms = round(1e3 * (host_end - host_start), 3)
             self._add_event("X", name, LANE_PREFIX + lane, start, end - start, (("host_ms", host_ms),))
 
         def observe(seconds: float) -> None:
@@ -372,7 +372,8 @@ class Recorder:
             device.finish()
 
     def take_window(self) -> Window:
-        """Take the intervals since the last call. An open interval ends with this window, and is in the next window, too."""
+        """Take the intervals since the last call. An activity that has not ended is in this window, up to `end`,
+        and whole in the next."""
         computing = {lane: found for lane, device in self._devices.items() if (found := device.poll())}
         with self._lock:
             start, end = self._window_start, self.clock()
@@ -386,7 +387,7 @@ class Recorder:
             waits = [wait for wait in (*self._waits.values(), self._user_wait) if wait and wait.cause]
         for span in open_spans:
             if span._lane in computing:
-                continue
+                continue  # added below, with the device's time
             if span._lane is not None:
                 busy.append(Interval(span._name, span._lane, span.started, end))
             elif span._cause is not None:
@@ -398,11 +399,11 @@ class Recorder:
     # ---- records of other processes
 
     def take_parcel(self) -> dict[str, Any]:
-        """The records since the last call, as JSON for `add_parcel` of the run's recorder. For a recorder without a trace and with
-        one lane. Both recorders use the monotonic clock of the machine.
+        """In a worker process, take the records since the last call, as JSON values. The run's recorder adds them (`add_parcel`).
+        The worker's recorder must have one lane and no trace. Both recorders use the monotonic clock of the machine.
 
-        Spans and waits that are still open are sent with a later parcel. Gauges are not sent, because the values of several
-        workers would overwrite each other.
+        Spans and waits that are still open are in a later parcel. Gauges are left out, because the values of several workers would
+        overwrite each other.
         """
         window = self.take_window()
         counts, _, samples = self.take_metrics()
@@ -415,8 +416,8 @@ class Recorder:
         }
 
     def add_parcel(self, parcel: Mapping[str, Any], lane: str) -> None:
-        """Add a worker's records, as busy and idle time of `lane`. Because they come late, their intervals are shifted by
-        `REMOTE_DELAY_S`, but not their trace events."""
+        """Add a worker's records, as busy and idle time of `lane`. The intervals are shifted by `REMOTE_DELAY_S`, because they come
+        late. Trace events are not shifted."""
         for name, start, end in parcel["busy"]:
             with self._lock:
                 self._lane_end[lane] = end
@@ -454,13 +455,13 @@ class Recorder:
             if span._lane is not None:
                 self._lane_end.setdefault(span._lane, span.started)
 
-    def _close_span(self, span: Span, is_stored: bool = True) -> None:
-        """`is_stored`: False if a device's interval takes the place of this one."""
+    def _close_span(self, span: Span, store: bool = True) -> None:
+        """`store`: False if `DeviceTimes` will store the interval of this span."""
         with self._lock:
             self._open_spans.pop(id(span), None)
             if span._lane is not None:
                 self._lane_end[span._lane] = span.ended
-                if not is_stored:
+                if not store:
                     return
                 self._store(self._busy, Interval(span._name, span._lane, span.started, span.ended))
             elif span._cause is not None:

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-# Why a lane is idle. If several waits are active at one moment, the earliest cause of this list counts. For example, the train pump
-# waits for a group while the score pump waits for a reward: the cause is `reward`.
+# Why a lane (the thread that owns a device) is idle. If several waits are active at one moment, the uppermost of their causes in
+# this list counts. For example, if training waits for a group while scoring waits for a reward, the cause is `reward`.
 Cause: TypeAlias = Literal[
     "handoff",  # an idle lane has not started a submitted closure yet
     "loop",  # the event loop is late, or runs other code
@@ -16,17 +16,17 @@ Cause: TypeAlias = Literal[
     "checkpoint",  # training waits for a checkpoint
     "publish",  # a task waits until an engine has the new weights
     "evaluate",  # training waits for an evaluation
-    # An environment, a tool, a producer or the embedding program must act, and the engine has no request.
+    # The run waits for an environment, a tool, a producer or the embedding program, and the engine has no request.
     "environment",
-    "group",  # a pump waits for a group, or for room in a queue
-    "slots",  # the rollout pump waits for a slot
+    "group",  # a task waits for a group, or for room in a queue
+    "slots",  # generation waits for the permission to start a group
     "requests",  # an engine has no requests
 ]
 CAUSES: tuple[str, ...] = get_args(Cause)
 
 
 class TraceEvent(NamedTuple):
-    """One stored event. `phase` is that of the Chrome trace format: X for a span, i for an instant."""
+    """One event of the trace. `phase`, as in the Chrome trace format: X for a span, i for an event without duration."""
 
     phase: Literal["X", "i"]
     name: str
@@ -37,9 +37,9 @@ class TraceEvent(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Busy or idle time. `lane` is None for a wait, which counts for every lane."""
+    """Busy or idle time, in seconds on the recorder's clock. `lane` is None for idle time of all lanes."""
 
-    label: str  # the name of the closure, or the cause
+    label: str  # busy: the name of the closure; idle: the cause
     lane: str | None
     start: float
     end: float
@@ -52,9 +52,9 @@ class Wait:
     who: str
     what: str
     on: str
-    cause: str
+    cause: str  # a `Cause`; empty: the wait is not idle time
     since: float  # on the recorder's clock
-    # The waiting task, if its stack may show the reason.
+    # The waiting task of a `Recorder.watch`, whose stack shows where the task waits. None for other waits.
     task: asyncio.Task[Any] | None = None
 
     def describe(self, now: float) -> str:
@@ -64,7 +64,8 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The intervals of one step. An interval that is still open ends at `end` here; the next window has it from its start on."""
+    """The intervals of one step, and the bounds of the step. An interval may begin before `start` or end after `end`. An activity
+    that has not ended is an interval until `end`; the next window has the whole interval again, from its start on."""
 
     start: float
     end: float

@@ -25,8 +25,8 @@ _SAMPLED_STEPS = 10
 _SAMPLES_PER_STEP = 5
 _TEXT_LIMIT = 6_000
 _CONFIG_LIMIT = 100_000
-MOST_POINTS = 4_000  # of a curve: more than a screen has columns
-# With this many curves only shares of the time get another curve: environments and producers may invent any number of names.
+MOST_POINTS = 4_000  # of a curve; a screen has fewer columns
+# With this many curves, further metrics get a curve only if they are shares of the time: users may invent any number of names.
 MOST_NAMES = 1_000
 _ASSETS = "charts.js", "report.js"
 
@@ -34,8 +34,8 @@ _ASSETS = "charts.js", "report.js"
 def write_report(run_dir: Path, *, name: str | None = None, result: str | None = None) -> Path:
     """Write `report.html` into the run directory, atomically, and return its path.
 
-    `result` is a few words ("finished", "stopped by SIGTERM", "StallError: ..."). Takes up to seconds for a long run, so do
-    not call it on the event loop. Errors: OSError.
+    `result`: how the run ended, in a few words ("finished", "stopped by SIGTERM", "StallError: ..."). Takes seconds for a long
+    run, so call it outside the event loop. Errors: OSError.
     """
     page = render(collect(run_dir, name=name, result=result))
     path = run_dir / "report.html"
@@ -48,7 +48,7 @@ def write_report(run_dir: Path, *, name: str | None = None, result: str | None =
 def render(data: dict[str, Any]) -> str:
     """The HTML of the page, with its data inside."""
     assets = resources.files(__package__) / "assets"
-    # "<" only occurs inside JSON strings, where its escape means the same: no text can end the script element.
+    # Without this escape a text of the model with "</script>" would end the script element. JSON has "<" only inside strings.
     json = orjson.dumps(data).decode().replace("<", "\\u003c")
     title = re.sub(r"[<>&]", " ", str(data["name"]))
     parts = {
@@ -63,9 +63,9 @@ def render(data: dict[str, Any]) -> str:
 
 
 def collect(run_dir: Path, *, name: str | None = None, result: str | None = None) -> dict[str, Any]:
-    """The data of the page. All values are finite, or None if a metric is missing or was NaN."""
+    """The data of the page. All values are finite, or None if a metric is missing or is not finite."""
     metrics = run_dir / "metrics.jsonl"
-    # The file is read twice, because a long run has more lines than memory. Lines that are written meanwhile are left out.
+    # The file is read twice, because the lines of a long run do not fit into memory. Lines that are written meanwhile are ignored.
     lines = sum(isinstance(row.get("step"), int) for row in each_row(metrics))
     curves, warnings, trained = Curves(lines), Warnings(), 0
     started, ended = math.inf, 0.0
@@ -78,6 +78,7 @@ def collect(run_dir: Path, *, name: str | None = None, result: str | None = None
         warnings.add(row)
         trained += "time/step" in row
     rollouts, reward_range = _rollouts(run_dir / "rollouts")
+    config = run_dir / "config.yaml"
     return {
         "name": name or run_dir.resolve().name,
         "result": result,
@@ -92,7 +93,7 @@ def collect(run_dir: Path, *, name: str | None = None, result: str | None = None
         "rollouts": rollouts,
         "reward_range": reward_range,
         "warnings": [*warnings.finish(), *_omissions(curves)],
-        "config": _text(run_dir / "config.yaml"),
+        "config": config.read_text("utf-8", errors="replace")[:_CONFIG_LIMIT] if config.exists() else None,
     }
 
 
@@ -106,12 +107,8 @@ def _omissions(curves: Curves) -> list[str]:
     return lines
 
 
-def _text(path: Path) -> str | None:
-    return path.read_text("utf-8", errors="replace")[:_CONFIG_LIMIT] if path.exists() else None
-
-
 def _account(curves: Curves) -> dict[str, dict[str, float]]:
-    """Seconds over the run by kind and cause: `all` lanes together, and each lane where there are several."""
+    """Lane -> {`busy/KIND` or `idle/CAUSE`: seconds over the run}. `all` is the mean over the lanes; with one lane the only key."""
     account: dict[str, dict[str, float]] = {}
     for name in filter(is_share, curves.names()):
         section, _, rest = name.partition("/")
@@ -121,7 +118,7 @@ def _account(curves: Curves) -> dict[str, dict[str, float]]:
 
 
 def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
-    """Samples of some steps, first and last included, and the range of their rewards."""
+    """Samples of some steps, and [lowest, highest] reward of all rollouts of these steps."""
     sets: list[dict[str, Any]] = []
     low, high = math.inf, -math.inf
     for step in _sampled_steps(directory):
@@ -135,13 +132,13 @@ def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
 
 
 def _spread(size: int, limit: int) -> list[int]:
-    """Up to `limit` of the indices below `size`, evenly spaced, with the first and the last."""
+    """Up to `limit` evenly spaced indices from 0 to `size` - 1, both included."""
     count = min(limit, size)
     return sorted({round(number * (size - 1) / max(1, count - 1)) for number in range(count)})
 
 
 def _sampled_steps(directory: Path) -> list[int]:
-    """Numbers of up to `_SAMPLED_STEPS` steps with a file, spread evenly over the run, newest first. A run may have a million."""
+    """The numbers of up to `_SAMPLED_STEPS` steps that have a file, spread evenly over the run, newest first."""
     if not directory.exists():
         return []
     with os.scandir(directory) as files:
@@ -184,14 +181,14 @@ def is_share(name: str) -> bool:
 
 
 def _divisor_of(name: str) -> str:
-    """The metric whose count divides the sum of `name`, for its mean: `name` itself; for a share, the lane's `idle/unexplained`,
-    which is in each line with shares of the lane, so that its count is all seconds of the lane."""
+    """The metric whose count divides the sum of the metric `name`, for the mean. For a share of the time: `idle/unexplained` of the
+    same lane. That metric is in every line that has shares of the lane, so its count is all seconds of the lane."""
     lane = name.partition("/")[2].rpartition("/")[0]
     return "/".join(["idle", *filter(None, [lane]), "unexplained"]) if is_share(name) else name
 
 
 class Curves:
-    """Sums over `lines_per_point` lines for each point; the last may have fewer lines.
+    """The curves of all metrics. A point of a curve is the mean of `lines_per_point` lines; the last point may have fewer lines.
 
     Shares of the time are weighted by the seconds of their lines. A share that is missing in a line is 0 there.
     """
@@ -200,7 +197,7 @@ class Curves:
         """`lines`: how often `add` is called, at most."""
         self.lines_per_point = max(1, -(-lines // most_points))
         self._points = -(-lines // self.lines_per_point)
-        self._lines = 0
+        self._added = 0
         # The first metric without a curve, if there are more than `MOST_NAMES` metrics.
         self.first_omitted: str | None = None
         self.steps: list[int] = []  # the last step of each point
@@ -210,8 +207,8 @@ class Curves:
 
     def add(self, row: dict[str, Any], seconds: float) -> None:
         """Add a line of metrics of a step that took `seconds`."""
-        point = self._lines // self.lines_per_point
-        self._lines += 1
+        point = self._added // self.lines_per_point
+        self._added += 1
         if point == len(self.steps):
             self.steps.append(0)
             self.weights.append(0.0)
@@ -231,7 +228,7 @@ class Curves:
             self._counts[name][point] += weight
 
     def series(self) -> dict[str, list[float | None]]:
-        """Name -> mean of each point; None if no line of the point has the metric."""
+        """Name -> the value of each point; None if no line of the point has the metric."""
         return {
             name: [
                 total / count if count else None
@@ -241,7 +238,7 @@ class Curves:
         }
 
     def seconds(self, name: str) -> float:
-        """Seconds of a share over all lines."""
+        """Seconds of a share of the time, over all lines."""
         return math.fsum(self._sums[name])
 
     def names(self) -> list[str]:

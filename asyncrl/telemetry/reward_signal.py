@@ -1,12 +1,12 @@
-"""Counts steps in a row with one of three faults, the present step included, and warns with a likely reason.
+"""For each of three faults, counts how many of the last steps in a row had the fault, and warns with a likely reason.
 
 * `reward/steps_without_signal`: no completion had a reward, all rewards were equal, or (if advantages compare a group) no group had
   two different rewards.
 * `completions/steps_clipped`: almost every completion was cut.
 * `time/reward_steps`: the device waited for reward functions.
 
-The reason comes from the metrics of the step, so the report finds the same reason later. A run adds reasons that it found at its
-start.
+The reason comes from the metrics of the step, so the report finds the same reason later. A run also names reasons that it found at
+its start (the arguments `known`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 WITHOUT_SIGNAL = "reward/steps_without_signal"
 CLIPPED = "completions/steps_clipped"
 WAITED = "time/reward_steps"
-# A `completions/clipped_ratio` of at least this is worth a warning, also where rewards differ.
+# A `completions/clipped_ratio` of at least this is worth a warning, even if the rewards differ.
 LARGE_CLIPPED_RATIO = 0.9
-# Metrics that count what the texts of completions lack -> (what is missing, what to do). See data/texts.py.
+# Metrics that count what the text of a completion leaves out -> (what is missing, what to do). See data/texts.py.
 LACKING: Mapping[str, tuple[str, str]] = {
     "text/openings_left_out": (
         "what the chat template opens in the prompt, such as <think>, of {} completions",
@@ -29,7 +29,7 @@ LACKING: Mapping[str, tuple[str, str]] = {
     "text/special_tokens_left_out": ("{} special tokens", "reward.text.special_tokens=true keeps them"),
 }
 _MOST_WARNINGS = 100  # in a report
-# A warning comes after this many steps in a row, and again at every doubling.
+# A warning comes after this many steps in a row with a fault, and again at every doubling.
 FIRST = 3
 # An `idle/reward` of at least this is worth a warning.
 LARGE_WAIT = 0.25
@@ -44,8 +44,8 @@ Metrics = Mapping[str, float]
 
 
 class FaultCounts:
-    """Counts over all steps, in order. `advantage` and `group_size` are settings. `completions_should_end`: False if every
-    completion is meant to be cut (`rollout.ignore_eos`)."""
+    """Counts the three faults. Call `step` for every step, in order. `advantage` and `group_size` are settings.
+    `completions_should_end`: False if every completion is meant to be cut (`rollout.ignore_eos`)."""
 
     def __init__(self, advantage: str, group_size: int, completions_should_end: bool = True) -> None:
         self._within_groups = group_size > 1 and advantage not in _ACROSS_GROUPS
@@ -53,7 +53,7 @@ class FaultCounts:
         self._flat_steps = self._clipped_steps = self._waiting_steps = 0
 
     def step(self, metrics: Metrics) -> dict[str, float]:
-        """The counts after this step; empty if the step trained no completion."""
+        """Add a step. Returns the counts after the step; empty if the step trained no completion."""
         if "reward/applicable" not in metrics:
             return {}
         flat = metrics["reward/applicable"] == 0 or metrics["reward/min"] == metrics["reward/max"]
@@ -68,8 +68,7 @@ class FaultCounts:
 
 
 def warnings(metrics: Metrics, known: Sequence[str] = ()) -> Iterator[str]:
-    """Warnings after `FIRST` steps in a row and at every doubling. `known`: reasons why completions do not end, which the run found
-    at its start."""
+    """The warnings that are due after a step. `known`: reasons why completions do not end, which the run found at its start."""
     for name, describes in _DESCRIBED.items():
         if _is_due(metrics.get(name, 0.0)):
             yield f"warning: {describes(metrics, known)}"
@@ -81,12 +80,12 @@ def _is_due(count: float) -> bool:
 
 
 def lacking_note(metrics: Metrics, reported: set[str]) -> Iterator[str]:
-    """A line on what the texts of completions lack. `reported`: names of metrics that had a line already; new ones are added."""
+    """A line about what the texts of completions leave out. `reported`: metrics of earlier lines; those of this line are added."""
     found = [name for name in LACKING if metrics.get(name) and name not in reported]
     reported.update(found)
     if found:
         lines = (f"{LACKING[name][0].format(int(metrics[name]))} ({LACKING[name][1]})" for name in found)
-        yield f"note: the texts that rewards read lack, so far: {'; '.join(lines)}; metrics text/* go on counting"
+        yield f"note: until now the texts for reward functions lack {'; '.join(lines)}; the metrics text/* go on counting"
 
 
 def describe_without_signal(metrics: Metrics, known: Sequence[str] = ()) -> str:
@@ -95,7 +94,7 @@ def describe_without_signal(metrics: Metrics, known: Sequence[str] = ()) -> str:
     steps = f"for {count} steps in a row" if count > 1 else "in this step"
     applicable = metrics["reward/applicable"]
     if applicable == 0:
-        what = f"no completion had a reward {steps} (every reward function returned None)"
+        what = f"no completion had a reward {steps} (every score was None)"
     elif metrics["reward/min"] == metrics["reward/max"]:
         what = f"every reward was {metrics['reward/max']:g} {steps}"
     else:
@@ -133,9 +132,12 @@ _DESCRIBED = {WITHOUT_SIGNAL: describe_without_signal, CLIPPED: _describe_clippe
 
 
 def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:
-    failed = _failed(metrics)
-    if failed or metrics.get("completions/max_length", 2.0) <= 1:
-        return [failed or _FIRST_TOKEN_REASON]
+    failed = [name for name, n in metrics.items() if name.startswith("reward/") and name.endswith("/errors") and n]
+    if failed:
+        names = ", ".join(name.removeprefix("reward/").removesuffix("/errors") for name in failed)
+        return [f"calls of {names} failed and were not counted as rewards (reward.on_error); the log has the errors"]
+    if metrics.get("completions/max_length", 2.0) <= 1:
+        return [_FIRST_TOKEN_REASON]
     many_cut = metrics.get("completions/clipped_ratio", 0.0) >= LARGE_CLIPPED_RATIO
     reasons = [_describe_share_cut(metrics, known)] if many_cut else []
     if limited := metrics.get("rollout/limited"):
@@ -147,18 +149,10 @@ def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:
         for name, (what, fix) in LACKING.items()
         if metrics.get(name)
     ]
-    return reasons or [_fallback(metrics)]
+    return reasons or [_reason_by_rewards(metrics)]
 
 
-def _failed(metrics: Metrics) -> str:
-    failed = {name: n for name, n in metrics.items() if name.startswith("reward/") and name.endswith("/errors") and n}
-    if failed:
-        names = ", ".join(name.removeprefix("reward/").removesuffix("/errors") for name in failed)
-        return f"calls of {names} failed and were not counted as rewards (reward.on_error); the log has the errors"
-    return ""
-
-
-def _fallback(metrics: Metrics) -> str:
+def _reason_by_rewards(metrics: Metrics) -> str:
     advice = "; compare completions in rollouts/ with what the function looks for"
     if metrics["reward/applicable"] == 0:
         return f"the functions find nothing that they apply to (a column, or a form of the answer){advice}"
@@ -173,7 +167,8 @@ def _fallback(metrics: Metrics) -> str:
 
 
 class Warnings:
-    """For the report: one warning for each series of steps, with the metrics of its last step. Keeps the newest 100 warnings."""
+    """For the report: one warning for each series of `FIRST` or more steps with a fault, made from the metrics of its last step.
+    Keeps the newest 100 warnings."""
 
     def __init__(self) -> None:
         self._found: deque[str] = deque(maxlen=_MOST_WARNINGS)

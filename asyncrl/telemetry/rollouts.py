@@ -18,10 +18,10 @@ Decode = Callable[[list[int]], str]  # token ids -> text with its special tokens
 
 
 class RolloutWriter:
-    """Writes the trajectories of each step on one rank. `limit`: how many per step; None writes all.
+    """Writes the trajectories of each step on one rank. `limit`: how many per step; 0 writes no file, None writes all.
 
-    `resume_step`: rank 0 moves the files of later steps, of all ranks, to `rollouts/discarded/`. `decode`: adds
-    `rendered_prompt` to each line, the text of the prompt's token ids."""
+    `resume_step`: the version of the resumed checkpoint. Rank 0 first moves the files of later steps, of all ranks, to
+    `rollouts/discarded/`. `decode`: if given, each line has `rendered_prompt`, the text of the prompt's token ids."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class RolloutWriter:
 
 
 def row(group: Group, trajectory: Trajectory, trained_version: int, advantages: Advantages) -> dict[str, Any]:
-    """One line of the file, as a dictionary. Lengths are in tokens. `versions`: those that sampled the tokens; -1 if unknown."""
+    """One line of the file, as a dictionary. Lengths are in tokens. `versions`: oldest and newest of the tokens; -1: unknown."""
     oldest, newest = trajectory.oldest_version, trajectory.newest_version
     line: dict[str, Any] = {
         "group_id": trajectory.group_id,

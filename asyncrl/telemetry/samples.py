@@ -8,13 +8,13 @@ from typing import Any, Literal, Self, TypeAlias
 
 Reduce: TypeAlias = Literal["mean", "max", "p99"]
 
-# The 99th percentile is of the newest samples, so that the memory of a run that never drains is bounded.
+# How many of the newest samples a 99th percentile uses. This bounds the memory of a run that never calls `Recorder.drain`.
 _MAX_NEWEST = 65_536
 
 
 class Samples:
-    """Reduces samples in bounded memory, by `reduce`. The reduction "p99" uses only the newest 65,536 samples. One NaN among
-    the used samples makes the result NaN."""
+    """Reduces samples to their mean, maximum or 99th percentile, in bounded memory. "p99" uses only the newest 65,536 samples. One
+    NaN among the used samples makes the result NaN."""
 
     __slots__ = ("_count", "_newest", "_reduce", "_total")
 
@@ -31,7 +31,7 @@ class Samples:
 
     def _combine(self, count: int, total: float) -> None:
         self._count += count
-        # Whether `max` returns a NaN depends on the order of its arguments. A sum with a NaN is always NaN.
+        # `max` may lose a NaN, depending on the order of its arguments. A sum with a NaN is always NaN.
         if self._reduce != "max" or math.isnan(total) or math.isnan(self._total):
             self._total += total
         else:
@@ -41,8 +41,8 @@ class Samples:
         """The mean, maximum or 99th percentile. There must be a sample."""
         if self._newest is not None:
             ordered = sorted(self._newest)
-            rank = min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)
-            return math.nan if any(map(math.isnan, ordered)) else ordered[rank]
+            index = min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)
+            return math.nan if any(map(math.isnan, ordered)) else ordered[index]
         return self._total / self._count if self._reduce == "mean" else self._total
 
     def to_json(self) -> list[Any]:

@@ -1,9 +1,9 @@
 """Sinks store the metrics of each step: always in metrics.jsonl, and by choice in wandb, TensorBoard and MLflow.
 
-`write` is called on the event loop once a step. The JSONL sink writes a line in tens of microseconds, TensorBoard waits for its
-file, and the others use their own thread or process. `close` may block for seconds, so call it outside the event loop. The step of
-each sink is the policy version. `sinks.json` in the run directory has the ids of this run in wandb and MLflow. A resume uses these
-ids, and sends no step again.
+The event loop calls `write` at every step. The JSONL sink writes a line in tens of microseconds, TensorBoard waits for its file,
+and wandb and MLflow use a process or thread. `close` may block for seconds, so call it outside the event loop. In every sink, the
+number of a step is the policy version. `sinks.json` in the run directory has the ids of this run in wandb and MLflow. A resume uses
+these ids, and sends no step to them again.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Sink(Protocol):
     """Stores the metrics of each step."""
 
     id: str  # of this run in the store; empty: the store has one run
-    after: int  # `Sinks` leaves out the steps up to this one
+    after: int  # `Sinks.write` skips steps up to this one, unless `more`
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Store the metrics of a step. Called on the event loop, so it must not block longer than writing a short line."""
+        """Store the metrics of a step. The event loop calls this, so it must not block longer than writing a short line."""
 
     def close(self) -> None:
         """Store all pending metrics and close. May block for seconds. `write` must not be called afterwards."""
@@ -62,7 +62,7 @@ class JsonlSink:
         self._file = path.open("ab")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line. A second write of the same step adds its metrics to the line. Errors: OSError if the disk is full."""
+        """Append a line. A second write of the last step adds its metrics to the last line. Errors: OSError if the disk is full."""
         if step == self._last_step:
             with self.path.open("r+b") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -127,7 +127,7 @@ def each_row(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _last_step(run_dir: Path) -> int:
-    """The last step of a run before the resume, discarded steps included; -1 if there is none."""
+    """The last step that the run wrote before the resume, discarded steps included; -1 if it wrote none."""
     rows = (row for name in ("metrics", "metrics.discarded") for row in each_row(run_dir / f"{name}.jsonl"))
     return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=-1)
 
@@ -138,7 +138,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 class WandbSink:
-    """Weights & Biases. Respects the variables of wandb, such as `WANDB_MODE` and `WANDB_PROJECT`. A resume removes no steps."""
+    """Weights & Biases. Respects its variables, such as `WANDB_MODE` and `WANDB_PROJECT`. A resume removes no steps from wandb."""
 
     def __init__(
         self, run_dir: Path, name: str, config: Mapping[str, Any], resume_step: int | None, former_id: str | None
@@ -174,8 +174,8 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """TensorBoard event files under `<run_dir>/tensorboard`. Needs neither torch nor TensorFlow. A resume removes the points after
-    its checkpoint."""
+    """TensorBoard event files under `<run_dir>/tensorboard`. Needs neither torch nor TensorFlow. After a resume
+    TensorBoard hides the old points of steps after the checkpoint."""
 
     def __init__(
         self, run_dir: Path, name: str, config: Mapping[str, Any], resume_step: int | None, _id: object
@@ -190,7 +190,7 @@ class TensorBoardSink:
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))
         if resume_step is not None:
-            # Makes TensorBoard hide the points of this step and of later steps that were written before the resume.
+            # Makes TensorBoard hide the points after `resume_step` that were written before the resume.
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
@@ -208,8 +208,8 @@ class MlflowSink:
 
     Respects the variables of MLflow, such as `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME`. Without a URI the runs are in
     `mlflow.db` (SQLite) beside the run directories. MLflow's names have no `@`, so `eval/x/pass@4` becomes `eval/x/pass_at_4`.
-    Training never waits for the store: steps that a slow store has not taken yet are in memory. After an error the store gets no
-    further steps, and the log has a warning. A resume changes neither the parameters nor the points that are already in the store.
+    Training never waits for the store: unsent steps wait in memory. After an error the store gets no further steps, and the log has
+    a warning. A resume changes neither the parameters nor the points that are already in the store.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class MlflowSink:
         """Wait at most 15 s until the thread has sent the queued steps and the end of the run."""
         self._queue.put(None)
         self._thread.join(_MLFLOW_CLOSE_S)
-        # The queue has the end marker, and lacks the step that is being sent.
+        # `qsize` counts the end marker, which stands for the step that is being sent.
         if self._thread.is_alive() and (lacking := self._queue.qsize()):
             logger.warning("mlflow lacks %d steps, for which its store was too slow", lacking)
 
@@ -292,7 +292,7 @@ def _missing_message(name: str) -> str:
 
 
 class Sinks:
-    """All sinks of a run. If a sink raises an OSError, the others are still written. If a `close` fails, the others are closed."""
+    """All sinks of a run. If writing to one sink raises an OSError, the others are still written. Likewise for `close`."""
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -342,7 +342,7 @@ def open_sinks(
         if names:
             (run_dir / f"{IDS}.partial").write_bytes(orjson.dumps(ids))
             os.replace(run_dir / f"{IDS}.partial", run_dir / IDS)
-        # Opened last, because it moves lines of an earlier run, and a refusal of another sink must not change that run.
+        # Last, because the constructor moves lines of the run before the resume. If another sink refuses, that run must not change.
         sinks.insert(0, JsonlSink(run_dir / "metrics.jsonl", resume_step))
         opened.pop_all()
     return Sinks(sinks)

@@ -18,11 +18,11 @@ from .records import TraceEvent
 
 
 def assign_rows(events: Iterable[TraceEvent]) -> dict[int, int]:
-    """Row numbers for the spans of one track, by `id(event)`.
+    """The row number of each span of one track, from 0, by `id(event)`. A row becomes a thread of the trace format.
 
     In the trace format, spans of one thread must be nested or disjoint. Spans of coroutines overlap in other ways, so a track may
     need several rows. Each span gets the first row where it fits."""
-    # For each row the ends of the spans that are open at the current start, outermost first.
+    # For each row the ends of the spans that are open when the current span starts, outermost first.
     rows: list[list[float]] = []
     row_of: dict[int, int] = {}
     for event in sorted(events, key=lambda span: (span.start, -span.duration)):
@@ -43,14 +43,14 @@ def assign_rows(events: Iterable[TraceEvent]) -> dict[int, int]:
 
 
 def write_trace(recorder: Recorder, path: Path) -> None:
-    """Write the trace so far, atomically. Waits for the devices first. Blocks for about a second with 500,000 events, so call it
-    outside the event loop."""
+    """Write all events that were recorded until now, atomically. First waits for the devices. With 500,000 events this takes about
+    a second, so call it outside the event loop."""
     recorder.finish_devices()
     events = recorder.events()
     by_track: dict[str, list[TraceEvent]] = {}
     for event in events:
         by_track.setdefault(event.track, []).append(event)
-    threads: dict[int, int] = {}  # id(event) -> tid
+    tid_of: dict[int, int] = {}  # by id(event)
     metadata: list[dict[str, Any]] = [_meta("process_name", 0, {"name": "asyncrl"})]
     next_tid = 1
     # Lanes are first.
@@ -63,7 +63,7 @@ def write_trace(recorder: Recorder, path: Path) -> None:
             metadata.append(_meta("thread_name", next_tid + row, {"name": name}))
             metadata.append(_meta("thread_sort_index", next_tid + row, {"sort_index": next_tid + row}))
         for event in by_track[track]:
-            threads[id(event)] = next_tid + rows.get(id(event), 0)
+            tid_of[id(event)] = next_tid + rows.get(id(event), 0)
         next_tid += count
     other = {
         "started_unix": recorder.started_unix,
@@ -74,7 +74,7 @@ def write_trace(recorder: Recorder, path: Path) -> None:
     with partial.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","otherData":' + orjson.dumps(other) + b',"traceEvents":[\n')
         file.write(b",\n".join(dump(entry) for entry in metadata))
-        for entry in _entries(events, threads, recorder.started):
+        for entry in _entries(events, tid_of, recorder.started):
             file.write(b",\n" + dump(entry))
         file.write(b"\n]}\n")
     os.replace(partial, path)
@@ -84,11 +84,11 @@ def _meta(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": 0, "tid": tid, "args": args}
 
 
-def _entries(events: list[TraceEvent], threads: dict[int, int], started: float) -> Iterator[dict[str, Any]]:
+def _entries(events: list[TraceEvent], tid_of: dict[int, int], started: float) -> Iterator[dict[str, Any]]:
     for event in events:
         entry: dict[str, Any] = {"ph": event.phase, "name": event.name, "pid": 0}
         entry["ts"] = round((event.start - started) * 1e6, 3)
-        entry["tid"] = threads[id(event)]
+        entry["tid"] = tid_of[id(event)]
         if event.phase == "X":
             entry["dur"] = round(event.duration * 1e6, 3)
             entry["cat"] = "wait" if event.args and "cause" in event.args else "span"

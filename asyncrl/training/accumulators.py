@@ -1,7 +1,7 @@
 """Sums of a step over microbatches and then over ranks: counts, the loss, and metrics. All sums are float64.
 
-The reduction needs the same table of metrics on every rank, also on a rank that trained no microbatch. So the names of the
-metrics come from one evaluation of the loss on zero tokens.
+The reduction needs the same table of metrics on every rank, also on a rank that trained no microbatch. So `empty_metrics` takes
+the names of the metrics from an evaluation of the loss on zero tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.algorithms.base import Loss, LossInputs, MetricSum, reduction_of
 from asyncrl.distributed.collectives import Collectives
 from asyncrl.types import Normaliser
 
-AGES = 9  # in `mismatch_kl/by_age/`: 0 to 7; 8: all older tokens
+AGES = 9  # in versions: 0 to 7, and 8 for 8 or more
 
 
 def sum_over_ranks(world: Collectives, table: Tensor, device: torch.device) -> Tensor:
@@ -45,33 +45,33 @@ def empty_metrics(loss: Loss, dtype: torch.dtype, device: torch.device) -> dict[
     return {name: metrics[name].normaliser for name in sorted(metrics)}
 
 
-# Values of a metric on a rank without microbatches, which do not change the result.
+# The value of a metric on a rank without microbatches, by reduction. It does not change the result.
 _IDENTITY = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counts and losses of one step. `finish_train_step` sums them over ranks first, by one all-reduce."""
+    """Counts and the loss of one step. `finish_train_step` sums them over ranks by one all-reduce."""
 
     sequences: float = 0.0
     tokens: float = 0.0
     microbatches: float = 0.0
     loss: float = 0.0
-    kept: float = 0.0  # in `TorchTrainer.survey`: tokens of `Microbatch.keep`
-    # The part of `sequences` and `tokens` that is not run, since no gradient would come from it.
+    kept: float = 0.0  # only in `survey`: tokens that `Microbatch.keep` selects
+    # The part of `sequences` and `tokens` that is not run, because its gradient is zero.
     skipped_sequences: float = 0.0
     skipped_tokens: float = 0.0
     # Microbatches with ids that the model lacks. If there is one, the step fails.
     unknown_ids: float = 0.0
 
     def without_skipped(self) -> Counts:
-        """The counts without the skipped parts. Means of metrics use these."""
+        """The counts without the skipped parts: the denominators of metrics, which no skipped token adds to."""
         return replace(
             self, sequences=self.sequences - self.skipped_sequences, tokens=self.tokens - self.skipped_tokens
         )
 
     def denominators(self, max_length: int) -> dict[Normaliser, float]:
-        """The denominator of each kind of sum. The counts must be those of the whole step over all ranks."""
+        """The denominator for each normaliser. `self` must be the counts of the whole step over all ranks."""
         sequences = max(self.sequences, 1.0)
         return {
             Normaliser.TOKENS: max(self.tokens, 1.0),
@@ -82,24 +82,24 @@ class Counts:
         }
 
     def over_ranks(self, world: Collectives, device: torch.device) -> Counts:
-        """The sums over all ranks. `self` is unchanged, since the step stays open if finish fails later."""
+        """The sums over all ranks. Does not change `self`, because the step stays open if finish fails later."""
         return Counts(*sum_over_ranks(world, torch.tensor(astuple(self), dtype=torch.float64), device).tolist())
 
 
 @dataclass(slots=True)
 class Metrics:
-    """The metrics of the open step by name. Values stay on the device until finish, since a read would wait for the device."""
+    """This rank's metrics of the open step, by name. They stay on the device until finish: a read would wait for the device."""
 
     normalisers: dict[str, Normaliser]
     values: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
-    # [AGES, 2], by age of the token: tokens, sum of k3.
+    # [AGES, 2], by age of the token: number of tokens, sum of k3 (`add_mismatch`).
     ages: Tensor | None = None
-    # [3], over sequences sampled by the current version alone: tokens, sum and maximum of |difference|.
+    # [3], over sequences that only the current version has sampled: number of tokens, sum and maximum of |difference|.
     current: Tensor | None = None
 
     def add(self, metrics: Mapping[str, MetricSum]) -> None:
-        """Adds the metrics of one microbatch. Errors: ValueError if an empty microbatch lacks one of the metrics."""
+        """Adds the metrics of one microbatch. Errors: ValueError for a metric that `empty_metrics` did not find."""
         for name, metric in metrics.items():
             value = metric.value.detach().to(torch.float64)
             if name not in self.normalisers:
@@ -149,15 +149,15 @@ class Metrics:
         parts = [self.values.get(name, zero + _IDENTITY[reduction_of(name)]) for name in names]
         parts.append(zero.new_zeros(AGES * 2) if self.ages is None else self.ages)
         parts.append(zero.new_zeros(3) if self.current is None else self.current)
-        # One copy to the host, which waits for the device.
+        # Joined on the device first, because each copy to the host waits for the device.
         device = next((part.device for part in parts if part.device.type != "cpu"), torch.device("cpu"))
         return torch.cat([part.detach().flatten().to(device, torch.float64) for part in parts]).cpu()
 
     def reduce(
         self, world: Collectives, device: torch.device, denominators: Mapping[Normaliser, float], checksums: Tensor
     ) -> tuple[dict[str, float], Tensor]:
-        """The metrics of all ranks, and the `checksums` (float64 [n], on the CPU) of each rank: [ranks, n]. One all-reduce of
-        [ranks, columns], since minimum and maximum cannot be summed."""
+        """The metrics over all ranks, and [ranks, n] the `checksums` (float64 [n], on the CPU) of each rank. One all-reduce of a
+        table [ranks, columns] in which each rank fills its row, because minimum and maximum cannot be summed."""
         row = torch.cat([self.table(), checksums])
         rows = torch.zeros(world.world_size, row.numel(), dtype=torch.float64)
         rows[world.rank] = row
@@ -171,7 +171,7 @@ class Metrics:
                 result[name] = float(values.sum()) / denominators[self.normalisers[name]]
             else:
                 extreme = float(values.min() if reduction_of(name) == "min" else values.max())
-                # A metric without a value on any rank is left out.
+                # A metric that has no value on any rank is left out.
                 if extreme != _IDENTITY[reduction_of(name)]:
                     result[name] = extreme
         mismatch = rows[:, len(names) :]

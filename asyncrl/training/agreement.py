@@ -1,6 +1,6 @@
-"""Checks that ranks that hold the same masters still have equal bits. Their optimizer steps are bitwise equal on equal processors.
+"""Checks that ranks with the same masters (master weights) have equal bits: on equal processors their steps are bitwise equal.
 
-With the metrics of a step each rank sends a checksum of its masters, in the run's first step and then every `COMPARE_EVERY` steps.
+Each rank sends a checksum of its masters with the metrics of a step, in the run's first step and then every `COMPARE_EVERY` steps.
 If checksums differ, the ranks exchange one checksum for each tensor, and the error names the rank and the first tensor.
 """
 
@@ -23,29 +23,29 @@ COMPARE_EVERY = 10
 def bit_sum(values: Tensor) -> Tensor:
     """The sum of float32 or float64 `values`, read as integers, modulo 2^64. One flipped bit always changes the sum."""
     flat = values.detach().view(-1)
-    # int64 where it is possible: torch first copies int32 values to int64, which takes twice the memory of a master.
+    # float32 pairs are read as int64 if possible: torch would first copy int32 to int64, which takes twice the memory of a master.
     pairs = flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
     return flat.view(torch.int64 if pairs or flat.dtype == torch.float64 else torch.int32).sum(dtype=torch.int64)
 
 
 def bit_sums(parameters: Parameters) -> Tensor:
-    """`bit_sum` of each master, int64 [tensors]."""
+    """`bit_sum` of the master of each tensor, int64 [tensors]."""
     return torch.stack([bit_sum(master) for _, master in parameters.named_masters()])
 
 
 def exact_halves(sums: Tensor) -> Tensor:
-    """int64 [n] as float64 [2 n] on the CPU: the upper and the lower halves, which float64 holds exactly."""
+    """int64 [n] as float64 [2 n] on the CPU: first the upper 32 bits of each number, then the lower. float64 holds them exactly."""
     sums = sums.cpu()
     return torch.cat([sums >> 32, sums & 0xFFFFFFFF]).double()
 
 
 def different_ranks(rows: Tensor, shards: int) -> list[int]:
-    """Ranks whose row differs from the most frequent row among the ranks with the same masters: every `shards`-th rank. `rows`:
-    [ranks, columns]."""
+    """The ranks whose row differs from the most frequent row of its set. `rows`: [ranks, columns]. The ranks r, r + `shards`,
+    r + 2 `shards`, ... are a set: they should have the same masters."""
     different = list[int]()
     for shard in range(shards):
         group = [tuple(row) for row in rows[shard::shards].tolist()]
-        # Of two rows that are equally frequent, the row of the lower rank is taken.
+        # If two rows are equally frequent, this is the row of the lower rank.
         majority = Counter(group).most_common(1)[0][0]
         different += [shard + shards * copy for copy, row in enumerate(group) if row != majority]
     return sorted(different)
@@ -54,8 +54,8 @@ def different_ranks(rows: Tensor, shards: int) -> list[int]:
 def require_same_weights(
     rows: Tensor, sums: Tensor, names: list[str], world: Collectives, shards: int, device: torch.device, version: int
 ) -> None:
-    """Errors: DivergenceError on every rank if checksums differ. In that case a collective. `rows`: the checksums of all ranks
-    [ranks, 2]. `sums`: `bit_sums` of this rank. `names`: names of the tensors, in the order of `sums`."""
+    """Errors: DivergenceError on every rank if checksums differ. Only then a collective. `rows`: the checksum of each rank, as
+    halves [ranks, 2]. `sums`: `bit_sums` of this rank. `names`: names of the tensors, in the order of `sums`."""
     if not (different := different_ranks(rows, shards)):
         return
     tensors = torch.zeros(world.world_size, 2 * len(sums), dtype=torch.float64)

@@ -1,20 +1,20 @@
-"""The auxiliary loss that balances experts (Fedus et al., arXiv:2101.03961, equations 4 to 6), where the model's configuration
-asks for it: `output_router_logits` with a `router_aux_loss_coef`.
+"""The auxiliary loss that balances experts (Fedus et al., arXiv:2101.03961, equations 4 to 6). Used if the model's configuration
+has `output_router_logits` and a `router_aux_loss_coef`.
 
     balance of a sequence     E x sum over experts of (share of tokens sent to the expert) x (mean probability). Share and mean
-                              are over all layers and all tokens of prompt and completion that are forwarded. The balance equals
+                              are over all layers and all forwarded tokens of prompt and completion. The balance equals
                               `load_balancing_loss_func` of transformers for a batch of this one sequence. A token
                               that several branches share counts once
     added to the loss         coefficient x the mean balance of the step's sequences, weighted as the loss weights them
 
-The formula is no sum over tokens, so the balance of a batch depends on which sequences the batch holds. The balance of a single
-sequence and its gradient do not depend on how a step is split into microbatches or ranks. For `tokens` the weight of a sequence in
-the mean is its share of the scored tokens, for `sequences` it is 1 / sequences. The weights add up to 1, so a coefficient has the
-same effect under each normaliser. (`bnpo` divides inside a microbatch, and takes the mean over the microbatch.) Sequences without a
-scored token are not run, and have a balance of 0.
+The balance is computed for each sequence, so it does not depend on how a step is split into microbatches or ranks. (The balance of
+a batch would depend on the split, because the formula is no sum over tokens.) With the normaliser `tokens` the weight of a sequence
+in the mean is its share of the scored tokens, with `sequences` it is 1 / sequences. The weights add up to 1, so a coefficient has
+the same effect with each normaliser. (Only the weights of `bnpo` depend on the split: it takes a mean inside each microbatch.)
+Sequences without a scored token are not run, and have a balance of 0.
 
-Shares count the k largest logits, as in transformers, even where recorded routes are replayed, or where a model adds a bias
-before it chooses (Ernie 4.5, MiniMax-M3).
+An expert counts as chosen if its logit is one of the k largest, as in transformers. This also holds where recorded routes are
+replayed, or where a model adds a bias before it chooses (Ernie 4.5, MiniMax-M3).
 
 Shape legend: T packed tokens, N nodes, K pairs of a sequence and a node, B sequences, L layers with experts, k experts a token,
 E experts.
@@ -42,10 +42,10 @@ BALANCE_METRIC = "moe/balance_loss"
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How strongly experts are balanced."""
+    """The coefficient of the balance in the loss, and its scale."""
 
     coefficient: float
-    max_length: int  # tokens; `SEQUENCES_X_MAX_LENGTH` multiplies by it
+    max_length: int  # tokens; a factor of `SEQUENCES_X_MAX_LENGTH`
 
     @classmethod
     def of(cls, policy: PolicyModel, train: TrainConfig, max_length: int) -> Balance | None:
@@ -65,7 +65,7 @@ class Balance:
         return cls(float(coefficient), max_length)
 
     def sums_with_balance(self, loss: Loss, inputs: LossInputs, balance_B: Tensor) -> LossSums:
-        """The sums of `loss`, with the balance added to its total and to its metrics."""
+        """The sums of `loss`, with the balance added to the total and to the metrics."""
         sums, length_B = loss(inputs), inputs.length_B
         if loss.normaliser is Normaliser.TOKENS:
             value = (length_B * balance_B).sum()
@@ -78,8 +78,8 @@ class Balance:
 
 
 def balance_of(routes: Routes, batch: Microbatch) -> Tensor:
-    """[B] balance of each sequence, differentiable; 0 without a scored token. `routes`: routes of the forward, with logits. Runs
-    one layer at a time: only the probabilities, which backward needs, take L x T x E numbers."""
+    """[B] balance of each sequence, differentiable; 0 without a scored token. `routes`: routes of the forward, with logits. Adds
+    up one layer at a time, so beside the logits only the probabilities, which backward needs, take L x T x E numbers."""
     k = routes.chosen[0].shape[1]
     sent_TE, probs_TE = _of_layer(routes.logits[0], k)
     for layer in range(1, len(routes.logits)):
@@ -93,7 +93,7 @@ def balance_of(routes: Routes, batch: Microbatch) -> Tensor:
 
 
 def _of_layer(logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(1 where a token is sent to an expert, else 0; differentiable probabilities), [T, E] each."""
+    """[T, E] 1 where a token is sent to an expert, else 0; and [T, E] differentiable probabilities."""
     probs_TE = logits_TE.softmax(-1, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
     largest_Tk = probs_TE.detach().topk(k, -1).indices
     return torch.zeros_like(probs_TE).scatter_(1, largest_Tk, 1.0), probs_TE

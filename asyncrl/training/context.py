@@ -1,12 +1,12 @@
-"""How siblings, a set of `distributed.context` ranks, share a microbatch. Each sibling has the whole microbatch.
+"""Context parallelism: a set of `distributed.context` ranks shares each microbatch. In this package all ranks of the set, the
+leader included, are called siblings. Each sibling has the whole microbatch.
 
 Sibling r of n computes the tokens r, r + n, r + 2n, ... and the log-probs and entropies whose source is one of these tokens. A
 differentiable all-gather then gives every sibling all S log-probs and entropies, and each sibling evaluates the whole loss. In
 backward a sibling keeps the gradient of its own log-probs and entropies. So its gradients of the parameters are those of its own
-tokens, and the sum over ranks is exact. Siblings have the same counts, losses and metrics, so only the leader (0) adds them.
+tokens, and the sum over ranks is exact. All siblings have the same counts, losses and metrics, so only sibling 0 adds them.
 
-Shape legend: n siblings, T packed tokens, t = ceil(T/n), S scored tokens, s the largest number of scored tokens of a sibling, to
-which the other siblings pad.
+Shape legend: n siblings, T packed tokens, t = ceil(T/n), S scored tokens, s the most scored tokens of a sibling: all pad to s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncrl.types import Int64Array, Microbatch
 
 
 def tokens_of_rank(values_T: npt.NDArray[Any], siblings: Collectives | None, padding: int = 0) -> npt.NDArray[Any]:
-    """[T, ...] -> the values [t, ...] of this rank's tokens, padded with `padding`. Without siblings all values."""
+    """[T, ...] -> the values [t, ...] of this rank's tokens, padded with `padding`. Without siblings: `values_T`."""
     if siblings is None:
         return values_T
     filled = np.full((-len(values_T) % siblings.world_size, *values_T.shape[1:]), padding, values_T.dtype)
@@ -35,15 +35,15 @@ def tokens_of_rank(values_T: npt.NDArray[Any], siblings: Collectives | None, pad
 
 
 class Share:
-    """The part of a microbatch that this rank computes: the whole microbatch without siblings.
+    """The part of a microbatch that this rank computes. Without siblings this is the whole microbatch.
 
-    own: the microbatch with the columns of a forward (tokens, positions, source, target, temperature) cut to this share.
+    own: the microbatch, with the columns of a forward (tokens, positions, source, target, temperature) cut to this part.
     """
 
     def __init__(self, batch: Microbatch, siblings: Collectives | None) -> None:
         self._siblings = siblings
         self._whole = self.own = batch
-        # For each scored token, its place among the gathered values of all siblings.
+        # For each scored token its index among the gathered values of all siblings, flattened.
         self._place_S: Int64Array | None = None
         if siblings is None:
             return
@@ -68,11 +68,11 @@ class Share:
         )
 
     def plan(self) -> TreePlan:
-        """The plan of the tokens of `own`."""
+        """The attention plan for the tokens of `own`."""
         return TreePlan.of(self._whole) if self._siblings is None else ContextPlan(self._whole, self._siblings)
 
     def joined(self, logp: Tensor, entropy: Tensor, unknown: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropies [s] of `own`, and whether `own` has unknown ids -> [S] of all siblings. A collective."""
+        """Log-probs and entropies [s] of `own` -> [S] of all siblings; 0-d bool `unknown` -> whether any is True. A collective."""
         if self._siblings is None or self._place_S is None:
             return logp, entropy, unknown
         columns = torch.stack([logp, entropy, unknown.to(logp).expand_as(logp)])
@@ -91,8 +91,8 @@ class Share:
 
 
 class _Gather(torch.autograd.Function):
-    """[...] -> [n, ...]. The backward takes this rank's part of the gradient: siblings evaluate the same loss, so a sum would count
-    the gradient n times."""
+    """All-gather: [...] -> [n, ...]. Backward takes only this rank's part of the gradient. Siblings evaluate the same loss, so a
+    sum over siblings would count the gradient n times."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, siblings: Collectives) -> Tensor:

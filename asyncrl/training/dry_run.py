@@ -1,4 +1,4 @@
-"""A trainer without a model: it has the states of a real trainer, occupies the lane, and counts the tokens of a step."""
+"""A trainer without a model. It opens and closes steps like a real trainer, occupies the lane, and counts the tokens of a step."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class DryRunTrainer:
         self._finish_s = finish_s
         self.version = version
         self._open: list[Microbatch] | None = None  # the microbatches of the open step
-        # Waits for the other ranks before the optimizer step, as a real trainer's reduction of gradients does.
+        # Waits for the other ranks before the optimizer step, like the gradient reduction of a real trainer. None: one rank.
         self.meet_ranks: Callable[[], Awaitable[object]] | None = None
 
     async def begin_train_step(self, loss: Any) -> None:
-        """Errors: TrainStepError if a step is open already; that step stays open."""
+        """Errors: TrainStepError if a step is open already. The open step is unchanged."""
 
         def begin() -> None:
             if self._open is not None:
@@ -69,15 +69,15 @@ class DryRunTrainer:
     ) -> Float32Array:
         """The sampler's log-probs [S]: policy, reference and sampler are equal in a dry run."""
         tokens = int(batch.tokens.size)
-        cost = self._train_token_s * tokens / 3  # a forward: a third of forward and backward
+        cost = self._train_token_s * tokens / 3  # a forward costs a third of forward and backward
         return await self._run(batch.sampler_logprobs.copy, "logprobs", cost, tokens=tokens)
 
     async def survey(self, loss: Any, batches: Sequence[Microbatch]) -> tuple[Any, list[Microbatch]]:
-        """Returns its arguments: this trainer computes no loss, so no term needs a normaliser."""
+        """Returns the arguments unchanged, because this trainer computes no loss."""
         return loss, list(batches)
 
     async def _run(self, fn: Callable[[], T], name: str, cost: float = 0.0, **args: Any) -> T:
-        """Run `fn` on the lane, which it occupies for `cost` seconds."""
+        """Run `fn` on the lane, and occupy the lane for `cost` seconds."""
         with self._recorder.span(name, track=TRACK, **args):
             return await self._lane.run(fn, name=f"train/{name}", priority=PRIORITY, cost=cost)
 

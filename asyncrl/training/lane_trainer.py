@@ -1,4 +1,4 @@
-"""The trainer port over a lane: a call is one closure on the lane that owns the device, or several (`survey`, `train_round`).
+"""The port `Trainer` on a lane, the thread that owns the device. A call is one closure, or several (`survey`, `train_round`).
 
 Training goes before decoding (priority 1 against 0), in the order of the calls. A cancelled caller waits for its closure if the
 closure has started; otherwise the closure never runs. So when `abort_train_step` begins, no other closure is half done.
@@ -25,7 +25,7 @@ PRIORITY = 1  # decoding has 0; a higher priority runs first
 
 class LaneTrainer:
     """Implements `ports.Trainer` with a `TorchTrainer`. The metrics `time/train`, `time/logprobs` and (sharded models)
-    `time/wait_for_ranks` are seconds on the lane."""
+    `time/wait_for_ranks` are seconds for which the lane was busy."""
 
     def __init__(self, core: TorchTrainer, lane: Lane, recorder: Recorder) -> None:
         self.core = core
@@ -34,7 +34,7 @@ class LaneTrainer:
 
     @property
     def version(self) -> int:
-        """See `Trainer.version`. A closure on the lane changes it."""
+        """See `Trainer.version`. Changes on the thread of the lane, while `finish_train_step` runs."""
         return self.core.version
 
     async def begin_train_step(self, loss: Any) -> None:

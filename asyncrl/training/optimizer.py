@@ -1,5 +1,5 @@
-"""AdamW over the masters (the master weights) of the trained parameters, with state that is saved by parameter name; and the
-schedule of its learning rate."""
+"""AdamW over the masters (master weights) of the trained parameters, and the schedule of its learning rate. A checkpoint saves the
+state of the optimizer by parameter name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from asyncrl.models.parameters.flat import FlatParameters
 
 _SAVED = ("step", "exp_avg", "exp_avg_sq")
-# What the trainer trains: all parameters of the model, or with sharding this rank's rows of each.
+# What a rank trains: the parameters of the model or of its LoRA adapters, or with sharding the rank's rows of each parameter.
 Parameters: TypeAlias = "FlatParameters | ShardedParameters"
 
 
 def require_names(what: str, names: Sequence[str], state: Mapping[str, object]) -> None:
-    """Errors: KeyError if `state` lacks one of the parameters."""
+    """Errors: KeyError if `state` lacks one of `names`. `what`: says what `state` is."""
     if missing := [name for name in names if name not in state]:
         raise KeyError(
             f"{what} lacks {len(missing)} of {len(names)} parameters, such as {missing[:3]}; was it saved by another model?"
@@ -33,9 +33,9 @@ def require_names(what: str, names: Sequence[str], state: Mapping[str, object]) 
 class FlatAdamW:
     """`torch.optim.AdamW` (Loshchilov and Hutter, arXiv:1711.05101) over views of the flat masters and gradients.
 
-    Frozen parameters have no state and no weight decay. Norms and biases are decayed only with `train.decay_norms_and_biases`.
-    All vectors count as norms or biases, and so do matrices whose name ends in "bias" (stacked biases of experts).
-    The optimizer never allocates or zeros gradients, since the train step owns `Parameters.grad`.
+    Frozen parameters are left out. Norms and biases have weight decay only with `train.decay_norms_and_biases`. All vectors count
+    as norms or biases, and so do matrices whose name ends in "bias" (stacked biases of experts).
+    The optimizer never allocates or zeros gradients, because the trainer owns `Parameters.grad`.
     """
 
     def __init__(self, flat: Parameters, config: TrainConfig) -> None:
@@ -75,11 +75,11 @@ class FlatAdamW:
             group["lr"] = lr
 
     def step(self) -> None:
-        """Updates the masters. The caller must refresh the working copy of the modules."""
+        """Updates the masters. The caller must then copy them to the weights that the modules read (`PolicyModel.advance`)."""
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """name -> {step, exp_avg, exp_avg_sq}. The tensors are not copied. Empty before the first step."""
+        """Parameter name -> {step, exp_avg, exp_avg_sq}. The tensors are not copied. Empty before the first step."""
         state: dict[str, dict[str, Tensor]] = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             moments = self.optimizer.state.get(parameter)
@@ -107,16 +107,16 @@ class FlatAdamW:
 
 
 class Schedule:
-    """Linear warm-up from 0, then constant, or linear or cosine decay to `min_lr_ratio` * peak. k steps are done, 0 <= k < total.
+    """Linear warm-up from 0 to the peak `train.lr`, then constant or decay to `min_lr_ratio` * peak. The rate after k steps:
 
         k < warmup: lr(k) = peak * k / warmup      else: lr(k) = peak * decay((k - warmup) / (total - warmup))
 
-    decay(x) is 1, 1 - (1 - r) x, or r + (1 - r) (1 + cos(pi x)) / 2 (Loshchilov and Hutter, arXiv:1608.03983, eq. 5), with x
-    clamped to [0, 1] and r = `min_lr_ratio`. With r = 0 the rates equal those of `transformers.get_scheduler`.
+    decay(x) is 1 (constant), 1 - (1 - r) x (linear), or r + (1 - r) (1 + cos(pi x)) / 2 (cosine: Loshchilov and Hutter,
+    arXiv:1608.03983, eq. 5). r is `min_lr_ratio`, x at most 1. With r = 0 the rates equal those of `transformers.get_scheduler`.
     """
 
     def __init__(self, config: TrainConfig, total_steps: int | None = None) -> None:
-        """`total_steps`: optimizer steps of the run. Errors: ConfigError if None is given and the schedule is not constant."""
+        """`total_steps`: optimizer steps of the run; None: not known. Errors: ConfigError if a schedule with decay gets None."""
         if config.schedule != "constant" and total_steps is None:
             raise ConfigError(
                 f"train.schedule is {config.schedule}, which needs the last step; set train.max_steps, or train.max_epochs if the "

@@ -29,7 +29,7 @@ UNREPLAYED = "moe/unreplayed_tokens"
 
 
 class PolicyForward:
-    """The forward of the trainer. Each call turns checkpointing on or off, since other users share the modules."""
+    """The forward of the trainer. Each call turns gradient checkpointing on or off, because the engine uses the same modules."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class PolicyForward:
         unfused: bool = False,
         siblings: Collectives | None = None,
     ) -> None:
-        """`unfused`: use the model's own layers instead of the fused ones, so that results equal those of a sharded trainer.
-        `siblings`: the ranks that share each microbatch (context.py), which must make the same calls; None: no other rank."""
+        """`unfused`: use the layers of transformers instead of fused layers, so that results equal those of a sharded trainer.
+        `siblings`: the ranks that share each microbatch (context.py), which must make the same calls; None: this rank alone."""
         self.policy = policy
         self._siblings = siblings
         self._unfused = unfused
         self._spare = SpareMemory()
-        # Whether the newest call had tokens (`clamped_ids`) or experts that the model lacks: bool, 0-d.
+        # 0-d bool: whether the newest call had tokens (`clamped_ids`) or experts that the model lacks.
         self.has_unknown_ids = torch.tensor(False)
         if checkpointing:
             policy.enable_checkpointing()
@@ -88,7 +88,7 @@ def clamped_ids(batch: Microbatch, vocabulary: int, device: torch.device) -> tup
     """(tokens [T], targets [S], 0-d bool) on the device. Ids are clamped to the vocabulary; the bool is true if some id changed.
 
     Ids were checked on arrival, but a producer can still write into shared memory. An unknown id would make the CUDA context
-    unusable, so a valid id takes its place. If the bool is true, the caller must discard all results of the step."""
+    unusable, so the nearest valid id takes its place. If the bool is true, the caller must discard all results of the step."""
     tokens_T, target_S = to_device(batch.tokens, device), to_device(batch.target, device)
     valid_T, valid_S = tokens_T.clamp(0, vocabulary - 1), target_S.clamp(0, vocabulary - 1)
     return valid_T, valid_S, (valid_T != tokens_T).any() | (valid_S != target_S).any()
@@ -96,7 +96,7 @@ def clamped_ids(batch: Microbatch, vocabulary: int, device: torch.device) -> tup
 
 def unknown_id_error(batches: Sequence[Microbatch], vocabulary: int) -> DataError:
     """The error for `batches`, the microbatches with ids that the model lacks. Empty `batches`: the ids are on another rank.
-    `error.groups` are the groups with an unknown token, or if an expert is unknown all groups of `batches`."""
+    `error.groups` are the groups with an unknown token, or all groups of `batches` if there are none (an expert is unknown)."""
     unknown = dict[int, int]()  # group -> an unknown id
     for batch in batches:
         node_T = np.repeat(np.arange(batch.node_length.size), batch.node_length)
@@ -119,10 +119,10 @@ def unknown_id_error(batches: Sequence[Microbatch], vocabulary: int) -> DataErro
 def forward_routes(
     batch: Microbatch, routing: Routing | None, siblings: Collectives | None = None, *, keep_logits: bool = False
 ) -> Routes | None:
-    """Routes for one forward: they replay the recorded experts of `batch`, if any, and keep the routers' logits with
-    `keep_logits`. With `siblings`, the routes are for this rank's tokens.
+    """The `Routes` of one forward. They replay the recorded experts of `batch`, if any. With `keep_logits` they keep the logits of
+    the routers. With `siblings` they cover the tokens of this rank.
 
-    None if there is nothing to replay or keep. Errors: ValueError if there is, but `routing` (of the model) is None."""
+    None if there is nothing to replay or keep. Errors: ValueError if there is, but `routing` is None: the routers are unknown."""
     if batch.routes is None and not keep_logits:
         return None
     if routing is None:
@@ -135,7 +135,7 @@ def forward_routes(
 
 
 def replay_gaps(routes_TLk: npt.NDArray[Any]) -> dict[str, MetricSum]:
-    """The metric of the tokens that lack a recorded expert in at least one layer, where the router chooses the experts."""
+    """The metric that counts tokens without recorded experts in at least one layer: there the router chooses the experts."""
     tokens = int((routes_TLk[:, :, 0] == MISSING).any(1).sum())
     return {UNREPLAYED: MetricSum(torch.tensor(tokens), Normaliser.NONE)}
 
@@ -163,7 +163,7 @@ def loss_inputs(batch: Microbatch, logp_S: Tensor, entropy_S: Tensor | None) -> 
 
 @contextmanager
 def using_weights(policy: PolicyModel, weights: Tensor) -> Iterator[None]:
-    """Inside the block the modules read the flat buffer `weights`. No values are copied."""
+    """Within the `with` block the modules read the flat buffer `weights`. No values are copied."""
     flat = policy.weights
     try:
         flat.bind(weights)

@@ -1,21 +1,21 @@
-"""The train step under `distributed.sharding: fsdp`: master weights are sharded over the ranks, each microbatch is a collective.
+"""The train step under `distributed.sharding: fsdp`. The masters (master weights) are sharded over ranks. So without `keep` each
+microbatch gathers weights, and is a collective:
 
     train_microbatch   counts the microbatch and appends it to this rank's queue
     a round            the ranks exchange the lengths of their queues; all ranks run as many microbatches as the longest queue
-                       holds; a rank with an empty queue runs a microbatch of weight 0 through every sharded module
+                       has; a rank with an empty queue runs a microbatch of weight 0 through every sharded module
     finish             rounds until every rank is finishing, then the reduction of counts and the rest of the step
 
-If every rank keeps the gathered weights and whole gradients of its microbatches (`keep`), there are no rounds: microbatches run as
-they come, without a collective, and finish begins with one reduction.
+With `keep` every rank keeps the gathered weights and the whole gradients in memory during a step. Then there are no rounds:
+microbatches run as they come, without a collective of all ranks, and finish begins with one reduction.
 
 A microbatch without scored tokens, or of skipped groups, is counted and not queued. The ranks agree on a round by one reduction of
-[ranks, 2] numbers: the length of each rank's queue, and whether the rank is finishing. A finishing rank takes part in rounds until
-all ranks are finishing, so collectives of different ranks always match. `pumps/train.py` calls the rounds.
+[ranks, 2] numbers: the length of each rank's queue, and whether the rank is finishing (adds no further microbatch to the step).
+A finishing rank joins rounds until all ranks are finishing, so all ranks run the same collectives. `pumps/train.py` runs rounds.
 
-Nothing is divided by the number of ranks: gradients are sums over all microbatches of all ranks, times 1/N. The closure of the
-optimizer step also gathers all weights in the matmul dtype into the policy that the engine reads, and raises the policy's version.
-So no other closure sees new weights under the old version. Log-probs without gradient use the gathered weights, so no shard is
-gathered for them.
+Gradients are sums over all microbatches of all ranks, times 1/N (N: denominator of the loss). Nothing is divided by the number of
+ranks. The closure of the optimizer step also gathers all weights in the matmul dtype into the policy, and raises the policy's
+version. So no other closure sees new weights under the old version. The engine and log-probs without gradient read the policy.
 
 Shape legend: T packed tokens, S scored tokens, E hidden size.
 """
@@ -70,7 +70,7 @@ class _Scoring(nn.Module):
         positions_T: Tensor,
         source_S: Tensor,
         target_S: Tensor,
-        # An array: FSDP2 would move a tensor to the device, and the kernel reads it on the host.
+        # An array and no tensor: FSDP2 would move a tensor to the device, but the kernel reads the temperatures on the host.
         temperature_S: Float32Array,
         plan: TreePlan,
         entropy_grad: bool,
@@ -91,7 +91,7 @@ class _Scoring(nn.Module):
 
 
 class ShardedForward:
-    """(logp_S, entropy_S) of a microbatch through the sharded model, with gradient. A collective."""
+    """The forward of a microbatch through the sharded model: (logp_S, entropy_S), with gradient. A collective."""
 
     def __init__(
         self,
@@ -108,11 +108,11 @@ class ShardedForward:
         prepare(model, dtype=dtype)
         model.eval()
         for layer in enable_checkpointing(model) if checkpointing else ():
-            # Only the layer's own flag, not its children's: see PolicyModel.set_training.
+            # Not `layer.train()`, which would also set the flags of the layer's children: see PolicyModel.set_training.
             layer.training = True
         self._scoring = _Scoring(model, policy.transform, policy.head_kernel)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
-        self.has_unknown_ids = torch.tensor(False)  # of the newest call: as in `PolicyForward`
+        self.has_unknown_ids = torch.tensor(False)  # see `PolicyForward`
         self.routing = Routing.of(model)
         self.parameters = ShardedParameters(
             self._scoring, blocks_of(model), self.device, dtype, "model.", frozen, **sharding
@@ -144,8 +144,8 @@ class ShardedForward:
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers: each is gathered as a whole, with its experts. Errors: ConfigError for a model without a list of
-    layers, or with a module for each expert, since ranks run different experts."""
+    """The layers of the decoder: the weights of a layer, experts included, are gathered together. Errors: ConfigError for a model
+    without a list of layers, or with a module for each expert, because ranks run different experts."""
     expert_lists = [
         name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and name.endswith("experts")
     ]
@@ -181,7 +181,7 @@ class ShardedTrainer(TorchTrainer):
         siblings: Collectives | None = None,
         **options: Any,
     ) -> None:
-        """`model`: a second object of the policy's model, with weights as they were loaded. It is sharded in place.
+        """`model`: a second copy of the policy's model, with weights as they were loaded. It is sharded in place.
         `shards`, `keep`: see `ShardedParameters`. `siblings`, `options`: see `TorchTrainer`."""
         assert isinstance(policy.flat, ServedParameters)
         self._served = policy.flat
@@ -190,9 +190,9 @@ class ShardedTrainer(TorchTrainer):
         self.sharded = ShardedForward(model, policy, config.gradient_checkpointing, siblings, **sharding)
         self.shards = self.sharded.parameters.ranks
         self._queue: deque[Microbatch] = deque()
-        self._agreed = 0  # microbatches of this round that were not run yet
+        self._agreed = 0  # microbatches of the round that this rank must still run
         self._all_finishing = False
-        self._broken = False  # a forward or backward began and did not end
+        self._broken = False  # a forward or backward was cut off: FSDP needs a reset
         super().__init__(policy, config, world, parameters=self.sharded.parameters, siblings=siblings, **options)
         self.forward = PolicyForward(policy, unfused=True, siblings=siblings)
         held, rank, ranks = self.sharded.parameters, world.rank, world.world_size
@@ -210,7 +210,7 @@ class ShardedTrainer(TorchTrainer):
         self._all_finishing = False
 
     def train_microbatch(self, batch: Microbatch) -> None:
-        """Count the microbatch, and run it (`keep`; a collective of siblings) or queue it for a round (no collective)."""
+        """Count the microbatch. With `keep` run it, as a collective of siblings only; else queue it, without a collective."""
         if self.keep:
             self._broken = True
             super().train_microbatch(batch)
@@ -221,9 +221,9 @@ class ShardedTrainer(TorchTrainer):
             self._queue.append(batch)
 
     def agree_on_round(self, *, finishing: bool) -> int:
-        """The number of microbatches of this round: every rank must call `run_agreed` that many times. A collective.
+        """Begin a round. Returns its number of microbatches: every rank must call `run_agreed` so many times. A collective.
 
-        `finishing`: this rank adds no microbatch to this step any more. Once that holds on all ranks, the step can finish.
+        `finishing`: this rank adds no microbatch to this step any more. Once all ranks are finishing, the step can finish.
         """
         self._require_open()
         table = torch.zeros(self.world.world_size, 2, dtype=torch.float64)
@@ -234,7 +234,7 @@ class ShardedTrainer(TorchTrainer):
         return self._agreed
 
     def run_agreed(self) -> None:
-        """Run one microbatch of this rank, or one of weight 0. A collective."""
+        """Run the next microbatch of this rank's queue, or one of weight 0 if the queue is empty. A collective."""
         step = self._require_open()
         assert self._agreed > 0, "called more often than `agree_on_round` returned"
         self._agreed -= 1
@@ -253,7 +253,7 @@ class ShardedTrainer(TorchTrainer):
 
     @property
     def ready_to_finish(self) -> bool:
-        """Whether all microbatches of all ranks were run, and no rank will add one."""
+        """Whether all ranks are finishing, and all microbatches have run."""
         return self._all_finishing and self._agreed == 0
 
     def finish_train_step(self) -> StepResult:
@@ -269,7 +269,7 @@ class ShardedTrainer(TorchTrainer):
         return result
 
     def abort_train_step(self) -> None:
-        """See TorchTrainer. No collective: the other ranks learn of the failure when this rank leaves the run."""
+        """See TorchTrainer. No collective: if this rank failed, the other ranks notice when this rank leaves the run."""
         if self._step is not None:
             self._queue.clear()
             self._agreed = 0
@@ -278,7 +278,7 @@ class ShardedTrainer(TorchTrainer):
                 self._broken = False
         super().abort_train_step()
 
-    # -- what differs from a flat layout -----------------------------------------------------------------------------
+    # -- overridden parts of TorchTrainer ----------------------------------------------------------------------------
 
     def _evaluate(self, loss: Loss, batch: Microbatch) -> tuple[LossInputs, LossSums, Tensor]:
         routes = forward_routes(batch, self.sharded.routing, self.siblings, keep_logits=self.balance is not None)
@@ -286,11 +286,11 @@ class ShardedTrainer(TorchTrainer):
         return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.sharded.has_unknown_ids
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
-        """Does nothing: each backward, or with `keep` the beginning of finish, has summed the gradients over ranks."""
+        """Does nothing: each backward, or with `keep` `finish_train_step`, has already summed the gradients over ranks."""
 
     def _norm(self, gradient: Tensor) -> float:
         """The norm over the shards of all ranks. A collective."""
-        # Every copy of the model has the same gradients, so only the first copy counts.
+        # Each replica, a set of ranks with one copy of the model, has the same gradients. So only replica 0 counts.
         counted = self.sharded.parameters.replica == 0
         squared_norm = torch.tensor([local_norm(gradient) ** 2 if counted else 0.0], dtype=torch.float64)
         return math.sqrt(float(sum_over_ranks(self.world, squared_norm, self.policy.device)))
@@ -301,8 +301,8 @@ class ShardedTrainer(TorchTrainer):
         return self.policy.advance()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of TorchTrainer with this rank's rows of masters and optimizer, and `shard`: rank and ranks. Only rank 0's
-        state has the reference. `checkpoint/shards.py` joins the states of the ranks of one copy of the model."""
+        """The state of TorchTrainer, with this rank's rows of masters and optimizer, and with `shard`: the index of this rank in
+        its replica, and how many ranks that has. Only rank 0 has the reference. `checkpoint/shards.py` joins a replica's states."""
         state = super().state_dict()
         parameters = self.sharded.parameters
         state["shard"] = {"rank": parameters.rank, "ranks": parameters.ranks}
@@ -311,7 +311,7 @@ class ShardedTrainer(TorchTrainer):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a joined state, with the rows of all ranks. With `keep` a collective."""
+        """Load a state with the rows of all ranks (`join_shards`). With `keep` a collective."""
         parameters, masters = self.sharded.parameters, state["masters"]
 
         def local_rows(value: Tensor) -> Tensor:

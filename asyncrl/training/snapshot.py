@@ -1,6 +1,6 @@
-"""A CPU copy of the trainer's state for a checkpoint: made by one closure on the device's thread, written by another thread.
+"""A CPU copy of the trainer's state for a checkpoint. The device's thread makes the copy, and another thread writes it.
 
-Masters and optimizer moments change only when a step finishes. So a snapshot during an open step holds the last finished version.
+Masters and optimizer moments change only when a step finishes. So a snapshot during an open step has the last finished version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Snapshot:
     def write_pretrained(self, directory: Path, tokenizer: Any, base: str | None = None) -> None:
         """Writes model and tokenizer in Hugging Face format, for `from_pretrained` and vLLM. May run on any thread.
 
-        With adapters the model is the merged one, and `adapter/` holds the adapters in peft's format, for the model named `base`.
+        Adapters (LoRA) are merged into the model, and also written to `adapter/` in peft's format. `base`: name of the base model.
         """
         self.policy.write_pretrained(directory, self.model)
         if self.adapter is not None:
@@ -41,7 +41,7 @@ class Snapshot:
             tokenizer.save_pretrained(directory)
 
     def non_finite_tensor(self) -> str | None:
-        """The name of a tensor with NaN or infinite values, or None. Reads all tensors once."""
+        """The path of the first tensor with NaN or infinite values, or None. Reads all tensors."""
         return non_finite_tensor({"model": self.model, "state": self.state, "adapter": self.adapter})
 
 
@@ -68,7 +68,7 @@ def copy_to_host(value: Any) -> Any:
 
 
 def non_finite_tensor(value: Any, name: str = "") -> str | None:
-    """The path, such as `model.weight`, of a tensor with NaN or infinite values in nested dicts, lists and tuples; or None."""
+    """The path, such as `model.weight`, of the first tensor with NaN or infinite values in nested dicts and lists, or None."""
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point() or not value.numel():
             return None

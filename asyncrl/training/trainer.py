@@ -1,15 +1,15 @@
-"""The split train step on one rank. All calls are synchronous and must run on the thread that owns the device.
+"""The train step of one rank, in four calls. All calls are synchronous and must run on the thread that owns the device.
 
-    | call     | no step open      | open                                        | committed (see below) |
+    | call     | no step open      | step open                                   | committed (see below) |
     |----------|-------------------|---------------------------------------------|-----------------------|
     | begin    | opens             | TrainStepError "already open"               | TrainStepError        |
     | micro    | TrainStepError    | adds gradients, returns None                | TrainStepError        |
     | finish   | TrainStepError    | reduces, steps, closes, returns the result  | TrainStepError        |
     | abort    | no-op             | zeros gradients, closes; weights unchanged  | closes                |
 
-A TrainStepError changes nothing. After any other exception (also a BaseException) in micro, or in finish before the commit point,
-the step stays open with unchanged weights, and the caller must abort the step. The commit point is the return of `optimizer.step`.
-If finish fails after that point, the step is *committed*: the weights have changed, and of the four calls only abort succeeds.
+A TrainStepError changes nothing. The commit point of a step is the return of `optimizer.step`. If a call raises another error
+before that point (also a BaseException), the step stays open with unchanged weights, and the caller must abort it. If finish
+raises after that point, the step is *committed*: the weights have changed, and only abort succeeds.
 
 Order of finish: (1) one float64 all-reduce of the counts and the loss; (2) the denominator N of each term; (3) metrics over
 ranks, and the mismatch gate; (4) gradients x 1/N; (5) one reduction of gradients over ranks; (6) device synchronize; (7) clip the
@@ -59,16 +59,16 @@ class TrainStep:
     counts: Counts
     microbatches: int = 0
     zeroed: bool = False  # whether the previous step's gradients are zeroed
-    # Of each microbatch that ran: the loss, whether it has ids that the model lacks, and the microbatch without its routes.
+    # For each microbatch that ran: its loss, whether it has ids that the model lacks, and the microbatch without its routes.
     results: list[tuple[Tensor, Tensor, Microbatch]] = field(default_factory=list)
     committed: bool = False  # the optimizer has changed the weights
 
 
 class TorchTrainer:
-    """Owns gradients, optimizer and schedule of a `PolicyModel`. All methods must run on the device's thread."""
+    """Owns the gradients, optimizer and schedule of a `PolicyModel`. All methods must run on the device's thread."""
 
-    is_sharded = False  # whether `state_dict` holds only this rank's part
-    shards = 1  # number of ranks whose parts together are the whole state
+    is_sharded = False  # whether `state_dict` has only this rank's rows
+    shards = 1  # number of ranks that together hold one copy of the masters
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class TorchTrainer:
     ) -> None:
         """world: the ranks that train; None: this rank alone. max_completion_length: tokens, for
         `Normaliser.SEQUENCES_X_MAX_LENGTH`. needs_reference: keep a copy of the present weights as reference model. total_steps:
-        optimizer steps of the run, for the schedule; by default `train.max_steps`. mismatch_gate: nats; None: no gate.
-        parameters: the trained parameters; by default the policy's `flat`. siblings: the ranks that share each microbatch
-        (context.py), this one included; they make the same calls with the same arguments in the same order. Errors: ConfigError
-        if siblings cannot share the microbatches of this model."""
+        optimizer steps of the run, for the schedule; by default `train.max_steps`. mismatch_gate: the largest mean of |trainer -
+        sampler log-prob| in nats; None: no limit. parameters: the trained parameters; by default the policy's `flat`.
+        siblings: the ranks that share each microbatch (context.py), this one included; all make the same calls, with the same
+        arguments, in the same order. Errors: ConfigError, also if siblings cannot share the microbatches of this model."""
         self.policy = policy
         self.config = config
         self.mismatch_gate = mismatch_gate
@@ -100,32 +100,32 @@ class TorchTrainer:
         self.steps_done = 0
         self.optimizer.set_lr(self.schedule.lr(0))
         self.siblings = siblings
-        # Counts and metrics are the same on all siblings, so only the leader adds them to the step.
+        # Siblings have the same counts and metrics, so only the leader adds them to the step.
         self._leads = siblings is None or siblings.rank == 0
         if siblings is not None:
             require_context(policy.config, policy.path, siblings.world_size)
         self.forward = PolicyForward(policy, checkpointing=config.gradient_checkpointing, siblings=siblings)
         self.balance = Balance.of(policy, config, max_completion_length)
         self.reference: Tensor | None = policy.weights.working.detach().clone() if needs_reference else None
-        # Controls the coefficient of the entropy bonus. Set by the first step with a controlled coefficient.
+        # Controls the coefficient of the entropy bonus. None before the first loss with a `control`.
         self.control: EntropyControl | None = None
-        self._saved_control: dict[str, float] = {}
+        self._saved_control: dict[str, float] = {}  # from a checkpoint
         self._step: TrainStep | None = None
         self._compare_at = 0  # steps_done at which ranks compare their weights next
 
     @property
     def version(self) -> int:
-        """The policy version: the number of optimizer steps so far; a step without scored tokens counts."""
+        """The policy version: the number of optimizer steps of the run, including steps without scored tokens."""
         return self.policy.version
 
     # -- the four calls ----------------------------------------------------------------------------------------------
 
     def begin_train_step(self, loss: Loss) -> None:
-        """Opens a step. Errors: TrainStepError if a step is open, or if the loss must be surveyed first."""
+        """Opens a step. Errors: TrainStepError if a step is open, or if `survey` must first prepare the loss."""
         if self._step is not None:
             raise TrainStepError("a train step is already open; finish or abort it first")
         loss = self._with_entropy_control(loss)
-        if loss.bonus_apart:
+        if loss.bonus_needs_scale:
             raise TrainStepError(
                 f"the terms of loss {loss.name} are divided by {loss.normaliser.value} and by tokens: survey the whole step first"
             )
@@ -140,7 +140,7 @@ class TorchTrainer:
         """Adds a forward and backward to the open step. Errors: TrainStepError if no step is open; errors of the loss."""
         step = self._require_open()
         self._count(step, batch)
-        # Fully masked sequences count in the denominators, but have no gradient.
+        # Only masked sequences or skipped groups: `_count` has counted them for the denominators, and they have no gradient.
         if batch.scored == 0:
             return
         with torch.enable_grad():
@@ -159,7 +159,7 @@ class TorchTrainer:
         step.counts.microbatches += 1
 
     def _run(self, step: TrainStep, batch: Microbatch) -> None:
-        """Runs forward and backward, and adds the metrics. The caller must enable gradients."""
+        """Runs forward and backward, and adds the metrics. The caller must enable gradients (`torch.enable_grad`)."""
         self._zero_once(step)
         inputs, sums, unknown_ids = self._evaluate(step.loss, batch)
         sums.total.backward()
@@ -181,7 +181,7 @@ class TorchTrainer:
     def _sums(
         self, loss: Loss, inputs: LossInputs, batch: Microbatch, routes: Routes | None
     ) -> tuple[LossInputs, LossSums]:
-        """The inputs and sums of the loss. The sums include the loss that balances experts, if the model has such a loss."""
+        """The inputs and sums of the loss. The sums include the auxiliary loss that balances experts (balance.py), if any."""
         if self.balance is None or routes is None:
             return inputs, loss(inputs)
         share = Share(batch, self.siblings)
@@ -189,10 +189,10 @@ class TorchTrainer:
         return inputs, self.balance.sums_with_balance(loss, inputs, balance_of(routes, batch))
 
     def finish_train_step(self) -> StepResult:
-        """Applies the step and closes it. The order of the work is at the top of this file.
+        """Applies the step and closes it. The module docstring has the order of the work.
 
-        A step without a scored token (all sequences truncated, with `algorithm.mask.truncated`) gets a version but changes no
-        weight: the optimizer would only apply momentum and decay.
+        A step without a scored token (all sequences truncated, with `algorithm.mask.truncated`) makes a new version with unchanged
+        weights: an optimizer step would only apply momentum and weight decay.
         Errors, all before a weight changes: TrainStepError if the step has no sequence. DataError on every rank if one rank has ids
         that the model lacks. DivergenceError if loss or gradient norm is not finite, if `mismatch_gate` is exceeded, or if the
         weights of ranks differ (agreement.py).
@@ -208,7 +208,7 @@ class TorchTrainer:
         measured = totals.without_skipped().denominators(self.max_completion_length)
         metrics = self._reduce_metrics(step, measured)
         self._check_mismatch(metrics.get("mismatch/current_mean"))
-        # Gradients are not yet zeroed if no microbatch of this rank had a scored token.
+        # Without this call, a rank whose microbatches had no scored token would add the gradients of the last step.
         self._zero_once(step)
         gradient = self.parameters.grad
         gradient.mul_(1.0 / denominator)
@@ -243,22 +243,22 @@ class TorchTrainer:
         )
 
     def abort_train_step(self) -> None:
-        """Zeros the gradients and closes the step. Weights, optimizer and version stay as they are. Without a step: a no-op."""
+        """Zeros the gradients and closes the step; does nothing without a step. Keeps weights, optimizer and version."""
         if self._step is None:
             return
         self.parameters.zero_grad()
         self._step = None
 
     def compute_logprobs(self, batch: Microbatch, model: Literal["policy", "reference"] = "policy") -> Float32Array:
-        """Log-probs [S] at the temperatures of `batch`, without gradient. A step may be open. "reference": under the weights at the
-        start of the run. Errors: ValueError if the trainer keeps no reference; DataError for ids that the model lacks."""
+        """Log-probs [S] at the temperatures of `batch`, without gradient. A step may be open. "reference": with the
+        weights from the start of the run. Errors: ValueError without a reference model; DataError for ids that the model lacks."""
         with torch.no_grad():
             if model == "policy":
                 logp_S, _ = self.forward(batch, routes=forward_routes(batch, self.policy.routing, self.siblings))
             else:
                 if self.reference is None:
                     raise ValueError("compute_logprobs: no reference weights; set needs_reference=True for the trainer")
-                # Recorded routes are not replayed, because they belong to the policy's weights.
+                # The reference model routes by itself: recorded routes are those of the policy.
                 with using_weights(self.policy, self.reference):
                     logp_S, _ = self.forward(batch)
         return self._on_host(logp_S, batch)
@@ -281,24 +281,24 @@ class TorchTrainer:
     def survey(
         self, loss: Loss, batches: Sequence[Microbatch], entropies: Sequence[Float32Array]
     ) -> tuple[Loss, list[Microbatch]]:
-        """Some losses need values of the whole step, over all ranks, before the first backward: the counts, if two terms of a loss
-        have different denominators; the entropies of all tokens, if only the tokens with the highest entropy have a policy loss.
-        A collective, which every rank calls before `begin_train_step`, also a rank without microbatches.
+        """Exchanges what a loss needs to know of the whole step, over all ranks, before the first backward: the counts, if two
+        terms have different denominators; all entropies, if only the tokens with the highest entropy have a policy loss.
+        A collective: every rank must call it before `begin_train_step`, also a rank without microbatches.
 
-        Returns a loss whose terms share one normaliser, and the microbatches, with a `keep` column if the loss needs one.
-        `entropies`: [S] of each microbatch, in nats. Read only if `loss.top_entropy_quantile` is below 1.
+        Returns a loss whose terms share one normaliser, and the microbatches, with a `keep` column if the loss needs this column.
+        `entropies`: [S] of each microbatch, in nats. Only used if `loss.top_entropy_quantile` is below 1.
         """
         loss, selected = self._with_entropy_control(loss), list(batches)
         if loss.top_entropy_quantile < 1:
-            # The empty array is for a rank without microbatches.
-            own_N = np.concatenate([np.zeros(0, np.float32), *(entropies if self._leads else ())])
-            all_N = np.frombuffer(b"".join(self.world.all_gather_bytes(own_N.tobytes())), np.float32)
-            threshold = entropy_threshold(torch.from_numpy(all_N.astype(np.float64)), loss.top_entropy_quantile)
+            # `np.concatenate` needs an array, and this rank may have no microbatches.
+            own = np.concatenate([np.zeros(0, np.float32), *(entropies if self._leads else ())])
+            of_ranks = np.frombuffer(b"".join(self.world.all_gather_bytes(own.tobytes())), np.float32)
+            threshold = entropy_threshold(torch.from_numpy(of_ranks.astype(np.float64)), loss.top_entropy_quantile)
             selected = [
                 replace(batch, keep=entropy_S.astype(np.float64) >= threshold)
                 for batch, entropy_S in zip(batches, entropies, strict=True)
             ]
-        if not loss.bonus_apart:
+        if not loss.bonus_needs_scale:
             return loss, selected
         counts = Counts(
             sequences=sum(batch.sequences for batch in selected),
@@ -313,7 +313,7 @@ class TorchTrainer:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """`version`, `steps_done`, `entropy_control` (if used); by parameter name: `masters`, `optimizer`, `reference` (if kept).
+        """`version`, `steps_done`, `entropy_control` (if used), and by parameter name `masters`, `optimizer`, `reference` (if any).
 
         Tensors are not copied. The caller must copy or write them on the device's thread before the next `finish_train_step`.
         Errors: TrainStepError while a step is committed but not closed.
@@ -363,8 +363,8 @@ class TorchTrainer:
         return self._step
 
     def _with_entropy_control(self, loss: Loss) -> Loss:
-        """The loss with the present coefficient of the entropy bonus, if `loss.control` is set. A resume restores the coefficient,
-        but target and delta come from the configuration."""
+        """The loss, with the present coefficient of the entropy bonus if `loss.control` is set. After a resume the coefficient is
+        that of the checkpoint; target and delta are those of the configuration."""
         if loss.control is None:
             return loss
         if self.control is None:
@@ -387,7 +387,7 @@ class TorchTrainer:
         return totals
 
     def _reduce_metrics(self, step: TrainStep, denominators: Mapping[Normaliser, float]) -> dict[str, float]:
-        """The metrics of all ranks. Errors: DivergenceError if masters that ranks share differ (agreement.py)."""
+        """The metrics over all ranks. Errors: DivergenceError if ranks should have equal masters but differ (agreement.py)."""
         due = self.world.world_size > self.shards and self.steps_done >= self._compare_at
         sums = bit_sums(self.parameters) if due else torch.zeros(0, dtype=torch.int64)
         metrics, checksums = step.metrics.reduce(
@@ -400,7 +400,7 @@ class TorchTrainer:
         return metrics
 
     def _zero_once(self, step: TrainStep) -> None:
-        """Zeros the gradients before the first backward. Zeroing in `begin_train_step` would delay publishing the last weights."""
+        """Zeros the gradients, once a step. `begin_train_step` does not do this, because it would delay the last publish."""
         if not step.zeroed:
             self.parameters.zero_grad()
             step.zeroed = True
@@ -426,7 +426,7 @@ class TorchTrainer:
             gradient.mul_(limit / norm)
         return norm
 
-    # The trainer of sharded parameters overrides these three methods (sharded.py).
+    # `ShardedTrainer` overrides these three methods.
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
         self.world.reduce_gradients_(gradient)
@@ -439,7 +439,7 @@ class TorchTrainer:
 
 
 def _divergence(step: TrainStep, problem: str) -> DivergenceError:
-    """An error whose `groups` are those of all microbatches with a loss that is not finite."""
+    """An error. Its `groups` are the groups of the microbatches whose loss is not finite."""
     batches = [batch for total, _, batch in step.results if not math.isfinite(float(total))]
     error = DivergenceError(f"{problem}; the weights are unchanged")
     error.groups = tuple(dict.fromkeys(group for batch in batches for group in batch.group_ids.tolist()))
@@ -447,7 +447,7 @@ def _divergence(step: TrainStep, problem: str) -> DivergenceError:
 
 
 def local_norm(vector: Tensor) -> float:
-    """Euclidean norm. Norms of blocks have the vector's dtype and are summed in float64; a float64 copy would take seconds."""
+    """Euclidean norm, summed in float64 over the norms of blocks. A float64 copy of the whole vector would take seconds."""
     end = vector.numel() // _NORM_BLOCK * _NORM_BLOCK
     parts = [torch.linalg.vector_norm(vector[:end].view(-1, _NORM_BLOCK), dim=1)] if end else []
     parts.append(torch.linalg.vector_norm(vector[end:]).view(1))

@@ -1,4 +1,4 @@
-"""Transfer of bytes between processes without copies: shared memory, CUDA IPC, and the rings on top.
+"""Memory in which processes read the data of other processes in place (shared memory, CUDA IPC), and queues between tasks.
 
     rings/      records from many producers to one owner        queues/     items between the tasks of a process
     memory/     shared-memory segments, slabs and the board     inventory   lists and removes segments in shared memory

@@ -1,4 +1,4 @@
-"""Lists the segments of shared memory under asyncrl's prefix, their owners and contents, and removes those without an owner."""
+"""Lists asyncrl's segments of shared memory with their owners and contents, and removes segments without an owner."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .rings.ring import MAGIC, RingMemory
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One segment, with the rings that belong to it. `owner`: see `owner_of`."""
+    """One segment, counted together with the rings that belong to it. `owner`: see `owner_of`."""
 
     name: str
     size: int  # bytes
     owner: int | None = None
-    records: int = 0  # accepted and not released
-    problem: str = ""  # why the segment cannot be read
+    records: int = 0  # accepted by a ring and not released
+    problem: str = ""  # why it or one of its rings cannot be read
 
 
 def inventory() -> list[Entry]:
-    """Every segment of this user, by name. Takes no lock that could disturb an owner. Skips links and folders."""
+    """Every segment of this user, sorted by name. Skips links and folders. Takes no lock, on which a new owner could fail."""
     check_platform()
     found: dict[str, Entry] = {}
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}*")):
@@ -56,7 +56,7 @@ def _is_own_file(path: Path) -> bool:
 
 
 def _read_entry(name: str) -> Entry:
-    """One segment alone. A segment whose name says that it is damaged has a problem, and no records that can be counted."""
+    """One segment without its rings. For a ring with "damaged" in its name: a problem, and 0 records."""
     size = os.lstat(path_of(name)).st_size
     damaged = ".damaged-" in name
     try:
@@ -80,13 +80,13 @@ def _read_entry(name: str) -> Entry:
 def clear(name: str, *, drop_records: bool = False) -> int:
     """Remove a segment without an owner, with the rings that belong to it. Returns the bytes of all removed segments.
 
-    Errors: ArenaOwned if the segment has an owner; FileNotFoundError. Without `drop_records` TransportError for accepted
-    records, and for a damaged ring, which may hold some.
+    Errors: ArenaOwned if a segment to remove has an owner; FileNotFoundError; TransportError for a link, a folder or a file of
+    another user. Without `drop_records` also TransportError for accepted records, and for a damaged segment, which may hold some.
     """
     check_platform()
     path = path_of(name)
     parts = parts_of(name, "ring", "damaged")
-    # If only rings of the name exist, only these are cleared. If nothing exists, `lstat` raises FileNotFoundError.
+    # If only rings of the name exist, clear only these. If nothing exists, `_is_own_file` raises FileNotFoundError.
     if not parts or os.path.lexists(path):
         if not _is_own_file(Path(path)):
             raise TransportError(
@@ -94,18 +94,18 @@ def clear(name: str, *, drop_records: bool = False) -> int:
             )
         parts.append(name)
     with contextlib.ExitStack() as locks:
-        # Lock the name first, as a new owner does. Remove the name last, so that an interrupted removal can be repeated.
+        # The segment `name` is the last part. Lock it first, as a new owner does; remove it last, so that `clear` can be repeated.
         for part in reversed(parts):
             locks.enter_context(locked(part))
-        # Seal before the count. A producer that stores a record later sees the seal and keeps the record for the next owner.
-        sealed_before = [(part, _seal(part, True)) for part in parts]
+        # Seal before the count. A `put` that stores its record later sees the seal, and does not succeed before a new owner comes.
+        sealed_before = [(part, _set_seal(part, True)) for part in parts]
         found = [_read_entry(part) for part in parts]
         records = sum(entry.records for entry in found)
         # A segment that is only a header has no room for records, so its problem does not matter.
         problems = [entry.problem for entry in found if entry.problem and entry.size > HEADER_BYTES]
         if (records or problems) and not drop_records:
             for part, was_sealed in sealed_before:
-                _seal(part, was_sealed)
+                _set_seal(part, was_sealed)
             reasons = [f"holds {records} accepted records that were neither trained nor dropped"] if records else []
             reasons += [f"may hold records that cannot be read: {'; '.join(problems)}"] if problems else []
             raise TransportError(
@@ -117,8 +117,8 @@ def clear(name: str, *, drop_records: bool = False) -> int:
     return sum(entry.size for entry in found)
 
 
-def _seal(name: str, sealed: bool) -> bool:
-    """Seal or unseal a segment. Returns whether it was sealed before."""
+def _set_seal(name: str, sealed: bool) -> bool:
+    """Seal or unseal a segment. Returns whether it was sealed before; False if it cannot be attached."""
     try:
         segment = Segment.attach(name)
     except TransportError:

@@ -1,1 +1,1 @@
-"""Sends each new version of the weights from the trainer to the engines. Start in `sync.py`."""
+"""Sends each new version of the policy's weights from the trainer to the engines that generate. Start in `sync.py`."""

@@ -1,19 +1,20 @@
-"""How a version of the weights gets from the training ranks to the generating nodes, by `torch.distributed`.
+"""How a version of the weights gets from the training ranks (senders) to the nodes that only generate (receivers).
 
-    sender's loop     GeneratingNodes   a version lies in a half of this rank's board (sync.py): rank 0 is notified
-    rank 0            Orders.run        every receiver has a free half: all nodes get an order (orders.py)
-    sender's lane     Stripes           this rank's stripe of the half goes to all receivers, bucket by bucket
-    receiver's lane   Stripes           the stripes of all senders come into the free half of the receiver's board
-    receiver's loop   WeightReceiver    the receiver's workers move to that half as they do on the trainer's node
+Each node has a weight board: two halves of memory, each for the weights of one version (sync.py).
 
-Each sender has one stripe: a contiguous part of the half. The broadcasts of a sender run in a process group of that sender and all
-receivers. So no sender waits for another one, and no process receives a stripe that it has. A rank runs its broadcasts on a lane
-that runs nothing else. The trainer's lane and the workers go on meanwhile.
+    sender's loop     GeneratingNodes   a version is in a half of the sender's board: tell rank 0
+    rank 0            Orders.run        the receivers of an order have a free half: send them and all senders the order (orders.py)
+    sender's lane     Stripes           broadcast the sender's stripe of the half to all receivers, bucket by bucket
+    receiver's lane   Stripes           receive the stripes of all senders into the free half of the receiver's board
+    receiver's loop   WeightReceiver    move the receiver's workers to that half
 
-With LoRA the masters of the adapters travel, and the receiver merges them into its free half as the trainer does
-(models/parameters/merge.py). A node without weights first gets all weights, unmerged, and keeps a copy of each adapted weight.
+A stripe is a contiguous part of the half; each sender has one. Each sender broadcasts in a process group with all receivers. So no
+sender waits for another sender, and senders receive nothing. Broadcasts run on a separate lane (thread) beside other work.
 
-Rank 0's log-probs of the fixed row (sync.py) come with the order. Each worker compares them, so a bucket at a wrong place is found.
+With LoRA only the masters of the adapters travel, and the receiver merges them into its free half (models/parameters/merge.py). A
+node without weights first gets all weights, unmerged, and keeps a copy of each adapted weight.
+
+An order may carry rank 0's log-probs of the fixed row (sync.py). Workers compare theirs with them, which finds misplaced bytes.
 """
 
 from __future__ import annotations
@@ -48,25 +49,25 @@ _POLL_EVERY_S = 0.0002
 
 
 def stripes(total: int, senders: int) -> list[tuple[int, int]]:
-    """The (start, end) of each sender's stripe in `total` bytes. The sizes of the stripes differ by less than 128 bytes."""
+    """The (start, end) of each sender's stripe of `total` bytes. The sizes of the stripes differ by less than 128 bytes."""
     units = total // 64
     return list(pairwise([units * i // senders * 64 for i in range(senders)] + [total]))
 
 
 def buckets(total: int, senders: int, size: int) -> list[list[tuple[int, int]]]:
-    """For each sender the (start, end) of its buckets in `total` bytes. A bucket has at most `size` bytes."""
+    """For each sender, the (start, end) of the buckets of its stripe. A bucket has at most `size` of the `total` bytes."""
     return [
         [(start, min(start + size, end)) for start in range(first, end, size)] for first, end in stripes(total, senders)
     ]
 
 
 class Stripes:
-    """The process groups of one node, one for each sender. Use it only on the lane that runs broadcasts."""
+    """A node's broadcasts in its process groups: a sender has one group, a receiver one for each sender. Call it on one lane."""
 
     def __init__(self, node: str, store: dist.Store, device: torch.device, deadline_s: float) -> None:
-        """`store`: a store that all nodes reach. `deadline_s`: for one bucket, and for forming a group."""
+        """`store`: reachable from all nodes. `deadline_s`: for each bucket, and for forming a process group."""
         self._node, self._store, self._device, self._deadline_s = node, store, device, deadline_s
-        self._group = 0
+        self._group = 0  # `Order.group` of these process groups; 0: none
         # Sender -> ProcessGroupGloo or ProcessGroupNCCL, in the order of the senders.
         self._groups: dict[str, Any] = {}
 
@@ -77,8 +78,8 @@ class Stripes:
         read: Callable[[int, int], Tensor] | None = None,
         whole_bytes: int | None = None,
     ) -> str | None:
-        """Send this node's stripe of `half`, or receive all stripes into it. `read(start, end)`: its result is sent in place of
-        `half[start:end]`. `whole_bytes`: bytes of all stripes, if `half` is only this node's. Returns None, or how it failed."""
+        """Send this node's stripe of `half`; a receiver receives all stripes into it. `read(start, end)` returns what is sent for
+        `half[start:end]`. `whole_bytes`: of all stripes, if `half` is only this node's. Returns None, or a sentence on failure."""
         action, options = "forming the process group", dist.BroadcastOptions()  # the root is rank 0, the sender
         # Sender -> (name of the broadcast in errors, the running broadcast, the memory that it reads or writes).
         works: dict[str, tuple[str, Any, Tensor]] = {}
@@ -125,7 +126,7 @@ class Stripes:
         self._group = order.group
 
     def _wait(self, work: Any) -> None:
-        """Wait for a broadcast. NCCL never completes a broadcast whose peer is lost."""
+        """Wait for a broadcast, at most `deadline_s`: NCCL never completes a broadcast whose peer is lost."""
         if self._device.type != "cuda":
             # Raises after the timeout of the group.
             work.wait()
@@ -139,9 +140,9 @@ class Stripes:
             raise RuntimeError(str(error))
 
     def close(self) -> None:
-        """Close the groups. Other nodes that wait in one of them get an error."""
+        """Abort the groups. Other nodes that wait in these groups get an error, on NCCL at the latest after `deadline_s`."""
         groups, self._groups, self._group = [*self._groups.values()], {}, 0
-        # All at once: on nccl the abort of one group may wait for another group.
+        # In parallel: on nccl the abort of one group may wait for the abort of another.
         with ThreadPoolExecutor(len(groups) or 1) as threads:
             list(threads.map(lambda group: group.abort(), groups))
 
@@ -158,7 +159,7 @@ class GeneratingNodes:
         lora: LoraParameters | None = None,
         whole_bytes: int | None = None,
     ) -> None:
-        """`lane`: runs only broadcasts. `lora`: the adapters that are trained; `adapters` then has a buffer for each half.
+        """`lane`: runs only broadcasts. `lora`: the trained adapters; then `adapters` has a buffer for their masters for each half.
         `whole_bytes`: size of all weights, if the board has only the stripe of this node."""
         self._whole_bytes = whole_bytes
         self._board, self._stripes, self._lane, self._desk = board, stripes, lane, desk
@@ -167,12 +168,12 @@ class GeneratingNodes:
         desk.on_order(self._on_order)
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Returns once no order reads the other half. The version goes out when every node has a free half, unless a newer version
-        comes first. Errors: RankLost."""
+        """Returns once no broadcast reads the other half of this board. The version is sent later, when the receivers have a free
+        half, unless a newer version comes first. Errors: RankLost."""
         await self._desk.wrote(version, outputs)
 
     def reads(self, half: int) -> bool:
-        """No node reads a half of this board outside of a broadcast."""
+        """Always False: other nodes read this board only during a broadcast, and `update_weights` waits for its end."""
         return False
 
     async def wait_unread(self, half: int) -> None:
@@ -193,7 +194,7 @@ class GeneratingNodes:
 
 
 class WeightReceiver(BoardOwner):
-    """Takes the versions of the training ranks into the board of a generating node, and moves the node's workers to them."""
+    """Receives versions into the board of a generating node, and moves the node's workers to them."""
 
     def __init__(
         self,
@@ -208,17 +209,17 @@ class WeightReceiver(BoardOwner):
         super().__init__(board, workers)
         self._stripes, self._lane, self._desk = stripes, lane, desk
         self._lora = lora
-        # Halves that hold all weights, also those without an adapter.
+        # With LoRA: the halves that hold all weights. A merge into any other half would leave weights without an adapter unset.
         self._complete = set[int]()
         if lora is not None:
             dtype = torch.float64 if board.dtype == torch.float64 else torch.float32
             self._adapters = torch.empty(lora["elements"], dtype=dtype, device=board.half(0).device)
-        self._free: int | None = 0  # the half for the next version
+        self._free: int | None = 0  # the half for the next version; None: no half is free
         self._returned = -1  # the last result of `next`
         desk.on_order(self._on_order)
 
     async def post_first(self) -> PostedVersion:
-        """Receive the version that workers start with. Errors: RankLost."""
+        """Receive the first version, with which workers start. Errors: RankLost."""
         await self._desk.next(-1)
         assert self._announced is not None, "rank 0 answers after this node's broadcast"
         self._free, self._current, self._announced = None, self._announced, None
@@ -226,14 +227,14 @@ class WeightReceiver(BoardOwner):
         return self._current
 
     async def next(self) -> int:
-        """Returns a version newer than the last result once every worker has it: first the version of `post_first`, then versions
-        that this call receives. A call that was cancelled may be repeated. Errors: RankLost, and those of the workers."""
+        """Returns the next version once every worker has it. The first call returns the version of `post_first`; each later call
+        receives a newer version. Repeat a call that was cancelled. Errors: RankLost, and those of the workers."""
         if self._announced is None and self.current.version > self._returned:
             self._returned = self.current.version
             return self._returned
         if self._announced is None:
             self._free = await self._wait_for_half()
-            # Rank 0 repeats an order that failed on another node, so the half stays free until the answer.
+            # Rank 0 repeats an order that failed on another node, so the half stays free until rank 0 answers.
             await self._desk.next(self.current.version)
             self._free = None
         assert self._announced is not None, "rank 0 answers after this node's broadcast"
@@ -271,7 +272,7 @@ class WeightReceiver(BoardOwner):
 
 
 class AllReaders:
-    """The workers of this node and the generating nodes, as one `BoardWorkers`."""
+    """Several readers of this rank's board, such as its workers and the generating nodes, as one `BoardWorkers`."""
 
     def __init__(self, *readers: BoardWorkers) -> None:
         self._readers = readers
@@ -283,7 +284,7 @@ class AllReaders:
                 spawn(tasks, "hand-over of weights", reader.update_weights, version, half, outputs)
 
     def reads(self, half: int) -> bool:
-        """Whether a reader may read this half."""
+        """Whether any reader may read this half."""
         return any(reader.reads(half) for reader in self._readers)
 
     async def wait_unread(self, half: int) -> None:

@@ -1,15 +1,15 @@
 """Decides in the process of rank 0 which version of the weights is broadcast to which nodes, and when.
 
-    a training rank      wrote(v)      v lies in a half of its board. Returns once all senders hold v and no older version is sent
-    a generating node    next(has)     a half of its board is free. Returns when a version newer than `has` has come
-    rank 0               ask(order)    all senders and receivers run this broadcast, and answer at its end
+    a sender      wrote(v)     v is in a half of its board. Returns once all senders hold v and no older version is being sent
+    a receiver    next(has)    a half of its board is free. Returns when the receiver has got a version newer than `has`
+    rank 0        ask(order)   all senders and receivers of the order run this broadcast, and answer at its end
 
-An order goes out once every sender holds a newer version than some receivers have, and each of these receivers has a free half.
-Until then the training goes on, and the next order has the newest version. A sender keeps a version until `wrote` of the next
-version returns, so the version of an order lies in a half of every sender.
+Senders are the training ranks, receivers the nodes that only generate. Rank 0 sends an order once all senders hold a newer version
+than some receivers have, and each of these receivers has a free half. Until then the training goes on, and the next order has the
+newest version. A sender keeps a version until `wrote` of the next version returns, so all senders still hold an order's version.
 
-A broadcast that failed is repeated in new process groups. A node that is disconnected is lost, and so is a node that does not
-answer within the deadline after the first node has answered. Other nodes go on without a lost receiver. A lost sender ends the run.
+A failed broadcast is repeated in new process groups. A node is lost if it is disconnected, or if it does not answer within the
+deadline after the first answer. The run goes on without a lost receiver. A lost sender ends the run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MOST_FAILURES = 3  # failed broadcasts in a row; a lost node resets the count
 
 
 class Order(NamedTuple):
-    """One broadcast, in JSON types. `group`: a serial number of its process groups; new groups get the next one. `outputs`:
-    see `PostedVersion`. `whole`: the receivers have no weights yet, so they need all, even if the run trains only adapters."""
+    """One broadcast, in JSON types. `group`: serial number of its set of process groups. `outputs`: see `PostedVersion`. `whole`:
+    send all weights, even if the run trains only adapters, because the receivers have no weights yet."""
 
     version: int
     outputs: Sequence[float] | None
@@ -41,7 +41,7 @@ class Order(NamedTuple):
 
 
 class Orders:
-    """See the module docstring. Nodes have their names on the line (`distributed/line.py`). All calls come from one event loop."""
+    """See the module docstring. A node is known by its name on the line (`distributed/line.py`). Use it on one event loop."""
 
     def __init__(
         self,
@@ -51,25 +51,26 @@ class Orders:
         deadline_s: float,
         on_lost: Callable[[str, str], None],
     ) -> None:
-        """`receivers`: the first order waits for all of them. No order waits for receivers that come later, while they start.
-        `ask(node, order)` returns None, or a sentence if the node's part of the broadcast failed. `deadline_s`: of that part.
-        `on_lost(node, sentence)` is called for a receiver that is given up."""
-        self._written = dict.fromkeys(senders, -1)
-        self._initial, self._has = {*receivers}, dict.fromkeys(receivers, -1)
-        # If one node hangs, the broadcast fails on the other nodes after `deadline_s`. They need further time to report that.
+        """`receivers`: those of the start; the first order waits for all of them. Receivers may come later, and no order waits for
+        such a receiver while its workers start. `ask(node, order)` returns None, or a sentence if the broadcast failed at the node.
+        `deadline_s`: for a node's broadcast. `on_lost(node, sentence)` is called for each lost receiver."""
+        self._written = dict.fromkeys(senders, -1)  # sender -> newest version that it holds
+        self._versions = dict.fromkeys(receivers, -1)  # receiver -> newest version that it got
+        self._initial = {*receivers}
+        # Longer than `deadline_s`: if one node hangs, other nodes fail after `deadline_s` and need time to report that.
         self._ask, self._deadline_s, self._on_lost = ask, 1.5 * deadline_s, on_lost
         self._outputs: dict[int, Sequence[float] | None] = {}
         self._held = -1  # the newest version that all senders hold
         self._ready = set[str]()  # receivers with a free half
-        # Receivers that came later and got one version, but have not asked for another: their workers are starting.
+        # Receivers that came later, got their first version and have not called `next` again: their workers are starting.
         self._starting = set[str]()
-        self._group, self._members = 0, list[str]()
+        self._group, self._members = 0, list[str]()  # `Order.group` and its receivers; [] after a failure
         self._failures = 0  # in a row
         self._changed = asyncio.Event()
         self._error: RankLost | None = None
 
     async def wrote(self, node: str, version: int, outputs: Sequence[float] | None = None) -> None:
-        """A sender holds `version`. `outputs`: log-probs of the fixed row (only rank 0). Errors: RankLost if a sender is lost."""
+        """A sender holds `version`. `outputs`: log-probs of the fixed row (sync.py), only from rank 0. Errors: RankLost."""
         if outputs is not None:
             self._outputs[version] = outputs
         self._written[node] = max(self._written[node], version)
@@ -78,32 +79,32 @@ class Orders:
         await self._until(lambda: self._held >= version)
 
     async def next(self, node: str, has: int) -> None:
-        """A receiver has a free half, and its workers have version `has`; -1: none. Errors: RankLost; DivergenceError for a
-        receiver that does not have the version that it was sent."""
-        sent = self._has.get(node, -1)
+        """A receiver has a free half, and its workers have version `has`; -1: no version. Errors: RankLost; DivergenceError if a
+        newer version than `has` was sent to this receiver."""
+        sent = self._versions.get(node, -1)
         if has < sent:
             sentence = f"{node} has version {has} of the weights, but it was sent version {sent}"
             self.lose(node, sentence)
             raise DivergenceError(sentence)
-        self._has[node] = has
+        self._versions[node] = has
         self._starting.discard(node)
         self._ready.add(node)
-        # Each notification makes all waiting tasks check their conditions, so only the last receiver of the next order notifies.
-        if has < self._held and self._behind() is not None:
+        # Notify only if an order is now possible, because each notification makes all waiting tasks check their conditions.
+        if has < self._held and self._next_receivers() is not None:
             self._notify()
         try:
-            await self._until(lambda: self._has.get(node, has + 1) > has)
+            await self._until(lambda: self._versions.get(node, has + 1) > has)
         finally:
             self._ready.discard(node)
-        if node not in self._has:
+        if node not in self._versions:
             raise RankLost(f"{node} was given up while it waited for weights; see the output of rank 0")
 
     def lose(self, node: str, reason: str) -> None:
-        """A receiver gets no further order, unless it calls `next` again. The loss of a sender ends `run`."""
+        """Give up a node. A receiver gets no further order unless it calls `next` again. The loss of a sender ends `run`."""
         if node in self._written:
             self._error = self._error or RankLost(f"a rank that sends weights is lost: {reason}")
             self._notify()
-        elif self._has.pop(node, None) is not None:
+        elif self._versions.pop(node, None) is not None:
             self._on_lost(node, reason)
             self._notify()
 
@@ -118,24 +119,24 @@ class Orders:
 
     async def _run(self) -> None:
         while True:
-            await self._until(lambda: min(self._written.values()) > self._held or self._behind() is not None)
+            await self._until(lambda: min(self._written.values()) > self._held or self._next_receivers() is not None)
             self._held = min(self._written.values())
             self._outputs = {version: row for version, row in self._outputs.items() if version >= self._held}
             self._notify()
-            if (receivers := self._behind()) is not None:
+            if (receivers := self._next_receivers()) is not None:
                 await self._broadcast(receivers)
 
-    def _behind(self) -> list[str] | None:
-        """The receivers of the next order; None: no receiver needs one, or some that do have no free half."""
-        behind = [n for n, version in self._has.items() if version < self._held and n not in self._starting]
-        # Nodes without weights get an order of their own, because it carries more bytes.
-        behind = [node for node in behind if self._has[node] < 0] or behind
+    def _next_receivers(self) -> list[str] | None:
+        """The receivers of the next order; None if all receivers have the newest version, or one that needs it has no free half."""
+        behind = [n for n, version in self._versions.items() if version < self._held and n not in self._starting]
+        # Nodes without weights come first, in a separate order: they need all weights, other nodes perhaps only adapters.
+        behind = [node for node in behind if self._versions[node] < 0] or behind
         return sorted(behind) if behind and self._ready.issuperset(behind) else None
 
     async def _broadcast(self, receivers: list[str]) -> None:
         if receivers != self._members:
             self._group, self._members = self._group + 1, receivers
-        outputs, whole = self._outputs.get(self._held), self._has[receivers[0]] < 0
+        outputs, whole = self._outputs.get(self._held), self._versions[receivers[0]] < 0
         order = Order(self._held, outputs, self._group, sorted(self._written), receivers, whole)
         tasks = {node: asyncio.ensure_future(self._ask(node, order)) for node in (*order.senders, *receivers)}
         try:
@@ -147,10 +148,10 @@ class Orders:
             for task in tasks.values():
                 task.cancel()
         for node in receivers:
-            if not failures and node in self._has:
-                if self._has[node] < 0 and node not in self._initial:
+            if not failures and node in self._versions:
+                if self._versions[node] < 0 and node not in self._initial:
                     self._starting.add(node)
-                self._has[node] = order.version
+                self._versions[node] = order.version
                 # `next` of this node returns soon, and its half is not free any more.
                 self._ready.discard(node)
         for node, reason in lost.items():
@@ -168,7 +169,7 @@ class Orders:
     def _answers(
         self, order: Order, tasks: Mapping[str, asyncio.Future[str | None]]
     ) -> tuple[list[str], dict[str, str]]:
-        """(sentences of nodes whose part failed, lost node -> reason)."""
+        """(a sentence for each node at which the broadcast failed, lost node -> reason)."""
         failures, lost = list[str](), dict[str, str]()
         for node, task in tasks.items():
             if not task.done():
@@ -195,8 +196,7 @@ class Orders:
 
 
 class ServedOrders:
-    """The `Orders` in the process of rank 0, and the replies to the other nodes' calls. `orders.run` must run meanwhile. Errors of
-    `wrote` and `next`: see `Orders`. `store`: for the process groups."""
+    """The `Orders` of rank 0, and the handlers of other nodes' calls. A task must run `orders.run`. `store`: for process groups."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class ServedOrders:
         deadline_s: float,
         on_lost: Callable[[str, str], None],
     ) -> None:
-        """See `Orders`. `server.name` is one of the senders. When the server loses a peer, call `orders.lose`."""
+        """See `Orders`. `server.name` is one of the senders. The caller must call `orders.lose` when the server loses a peer."""
         self.orders = Orders(senders, receivers, self._ask, deadline_s, on_lost)
         self._server = server
         self._model: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
@@ -218,7 +218,7 @@ class ServedOrders:
         self.store = LineStore(partial(self._values.answer, server.name))
 
     def describe(self, model: Mapping[str, Any]) -> None:
-        """Set what nodes without weights need to open their workers, in JSON types. `LineOrders.model` waits for this call."""
+        """Set what receivers need to start their workers, in JSON types. `LineOrders.model` waits for this call and returns it."""
         self._model.set_result(model)
 
     async def wrote(self, version: int, outputs: Sequence[float] | None) -> None:
@@ -228,11 +228,11 @@ class ServedOrders:
         await self.orders.next(self._server.name, has)
 
     def on_order(self, run: Callable[[Order], Awaitable[str | None]]) -> None:
-        """`run(order)` runs this node's part of a broadcast. Register `run` before any other call."""
+        """Register `run(order)`, which runs this node's part of a broadcast. Register it before any other call."""
         self._run_own = run
 
     async def _ask(self, node: str, order: Order) -> str | None:
-        # Drop the keys of earlier process groups: a run whose nodes come and go has many.
+        # Delete the keys of earlier process groups, or they would pile up in a run whose nodes come and go.
         self._values.keep(f"weights/{order.group}/")
         if node == self._server.name:
             return await self._run_own(order)
@@ -240,7 +240,7 @@ class ServedOrders:
         return failure
 
     async def _on_model(self, *_: object) -> tuple[Mapping[str, Any], tuple[()]]:
-        # A node that gives up cancels its own wait, not the future.
+        # `shield`: a cancelled call of one node must not cancel the future of all nodes.
         return await asyncio.shield(self._model), ()
 
     async def _on_wrote(self, node: str, version: int, _: object) -> None:
@@ -251,7 +251,7 @@ class ServedOrders:
 
 
 class LineOrders:
-    """The calls of `ServedOrders`, on every other node than rank 0."""
+    """As `ServedOrders`, on every node but rank 0: each call asks rank 0 over the line."""
 
     def __init__(self, client: LineClient) -> None:
         self._client = client
@@ -275,4 +275,4 @@ class LineOrders:
         self._client.on("weights/broadcast", handle)
 
 
-OrderDesk: TypeAlias = ServedOrders | LineOrders
+OrderDesk: TypeAlias = ServedOrders | LineOrders  # a node's access to rank 0's `Orders`

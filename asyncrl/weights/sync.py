@@ -1,25 +1,25 @@
-"""How a version of the weights gets from the trainer to the engine.
+"""How a version of the weights gets from the trainer to the engines on its node.
 
-`SharedWeights` serves an engine that reads the trainer's own modules, so no weights move. Workers read a weight board of two
-halves, in host memory or in a slab on a device (transport/memory/board.py). `WeightPublisher` is the trainer's end of the board and
-`WeightReader` a worker's. The fixed row (models/outputs.py): 16 fixed tokens, whose log-probs must agree on both sides.
+An engine that shares the trainer's modules needs no transfer (`SharedWeights`). Workers read a weight board: two halves in host
+memory or in a slab on a device (transport/memory/board.py). `WeightPublisher` is the trainer's end of the board, `WeightReader`
+a worker's end. The fixed row (models/outputs.py) is 16 fixed tokens, whose log-probs must agree in trainer and workers.
 
-    trainer's lane    _write     the version lies in the free half: the optimizer's closure has cast the masters there, or the
-                                 working copy is copied now. The trainer computes the log-probs of the fixed row
-    trainer's loop    _move      every worker gets version, half and log-probs
-    worker's lane     move       the worker copies the half, if the half lies on another device, binds its modules, and answers
-    worker's lane     _compare   the worker computes its log-probs: a result that differs ends the run
+    trainer's lane    _write     put the version into the free half, unless the optimizer step has already cast the masters there.
+                                 Compute the log-probs of the fixed row
+    trainer's loop    _move      send version, half and log-probs to every worker
+    worker's lane     move       copy the half, if it is on another device, bind the modules to the half, and answer
+    worker's lane     _compare   compute the log-probs of the fixed row; a difference above the bound ends the run
     trainer's loop    _move      every worker has answered: the other half is free
 
-A half is free while no worker can read it. A move that did not end (the caller was cancelled, or a worker raised) leaves workers on
-both halves, so no half is free: the next update repeats that move before it writes. A worker that is pinned (held at its version)
-keeps the older half while the other workers move. That half is free when the pin ends, and the next update waits for the end.
+A half is free while no worker can read it. A move that did not end (the caller was cancelled, or a worker raised) may leave workers
+on both halves, so no half is free: the next update repeats that move before it writes. A pinned worker (held at its version) reads
+the older half while other workers move. That half becomes free when the pin ends, and the next update waits for this.
 
-The working copy of a bfloat16 model is itself a half of the board. Each optimizer step casts the masters into the free half
-(`FlatParameters.target`); several steps without an update use the same half. While no half is free the step casts into other
-memory, and the next update copies from there. Three kinds of models are copied at every version: float32 models, because their
-modules read the masters; models with adapters, because a merge writes only a part of the weights; and sharded models, whose ranks
-gather into one place.
+The working copy of a bfloat16 model (the weights that its modules read) is a half of the board. Each optimizer step casts the
+masters into the free half (`FlatParameters.target`); several steps without an update use the same half. While no half is free, the
+step casts into other memory, and the next update copies from there. Three kinds of models are copied at every version: float32
+models, because their modules read the masters; models with adapters, because a merge writes only some weights; and sharded models,
+because their ranks gather all weights in one place.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ _LARGEST = 1e18  # a norm or an optimizer may square a weight
 
 def require_current(policy: PolicyModel, version: int) -> None:
     """Check that the policy is at `version` or later, that its modules read the flat buffer, and that a sample of the buffer
-    is finite and equal to the masters. Call it on the lane. Errors: DivergenceError."""
+    is below `_LARGEST` and equal to the masters. Call it on the lane. Errors: DivergenceError."""
     if policy.version < version:
         raise DivergenceError(f"publish: the policy is at version {policy.version}, not yet at {version}")
-    # `flat` has the trained parameters, `policy.weights` the served ones. They differ with adapters and with shards.
+    # With adapters `flat` has the trained parameters, and `policy.weights` those that engines use. Else both are one object.
     flat, working = policy.flat, policy.weights.working
     strays = policy.weights.misplaced_parameters()
     if flat is not policy.weights:
         strays += flat.misplaced_parameters()
     if strays:
         raise DivergenceError(
-            f"publish of version {version}: {strays[0]} ({len(strays)} in all) no longer reads the flat buffer; somebody rebound "
-            "the modules' parameters"
+            f"publish of version {version}: {strays[0]} ({len(strays)} in all) no longer reads the flat buffer; some code "
+            "rebound the modules' parameters"
         )
     stride = max(working.numel() // _SAMPLED_POSITIONS, 1)
     sample = working[::stride].contiguous()
@@ -97,12 +97,11 @@ class SharedWeights:
 
 
 class BoardWorkers(Protocol):
-    """The workers that read the board."""
+    """The readers of a board. A pinned reader keeps its half until its pin ends."""
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Returns once every later token comes from `version`, which lies in `half`. Tokens of a pinned worker, which reads the
-        other half, are exempt. A call that failed may be repeated. `outputs`: the trainer's log-probs of the fixed row; None: no
-        comparison."""
+        """Move to `version`, which is in `half`. Returns once every later token comes from `version`, except tokens of pinned
+        workers. A call that failed may be repeated. `outputs`: the trainer's log-probs of the fixed row; None: no comparison."""
         ...
 
     def reads(self, half: int) -> bool:
@@ -115,7 +114,7 @@ class BoardWorkers(Protocol):
 
 
 class BoardOwner:
-    """Moves workers to the versions that lie on a board of this process. A subclass writes the versions into the free half."""
+    """Moves workers from half to half of this process's board. A subclass writes each version into the free half."""
 
     def __init__(self, board: Board, workers: BoardWorkers) -> None:
         self._board, self._workers = board, workers
@@ -125,13 +124,13 @@ class BoardOwner:
 
     @property
     def current(self) -> PostedVersion:
-        """The version that all workers have; a new worker starts with it. Errors: LifecycleError before the first version."""
+        """The version of the last completed move; a new worker starts with it. Errors: LifecycleError before the first version."""
         if self._current is None:
             raise LifecycleError("nothing is on the weight board yet: `post_first` comes before the first worker")
         return self._current
 
     async def _wait_for_half(self) -> int:
-        """Returns the half that is not current, once no pinned worker reads it."""
+        """Wait until no pinned worker reads the half that is not current, and return this half (0 or 1)."""
         half = 1 - self.current.half
         if self._workers.reads(half):
             await self._workers.wait_unread(half)
@@ -151,7 +150,7 @@ class BoardOwner:
 
 
 class WeightPublisher(BoardOwner):
-    """A `WeightSink`: writes the versions of a policy. `post_first` comes before the first worker starts."""
+    """A `WeightSink` that writes a policy's weights to a board. Call `post_first` before the first worker starts."""
 
     def __init__(
         self,
@@ -162,8 +161,8 @@ class WeightPublisher(BoardOwner):
         adapters: Sequence[Tensor] = (),
         part: slice | None = None,
     ) -> None:
-        """`board`: has the layout of `policy.weights`. `adapters`: for each half a buffer that gets the adapters' masters, for
-        nodes that merge. `part`: the elements that the board has; None: all. Errors: LifecycleError for another layout."""
+        """`board`: has the layout of `policy.weights`. `adapters`: for each half, a buffer for the adapters' masters, which
+        `GeneratingNodes` sends. `part`: the elements that the board has; None: all. Errors: LifecycleError for another layout."""
         if board.layout != policy.weights.layout_digest():
             raise LifecycleError(
                 f"the weight board has layout {board.layout}, the policy's weights have "
@@ -173,10 +172,10 @@ class WeightPublisher(BoardOwner):
         self._policy, self._lane, self._adapters, self._part = policy, lane, adapters, part or slice(None)
         self._casts_into_halves = policy.flat is policy.weights and policy.flat.has_working_copy
         self._one_at_a_time = asyncio.Lock()
-        self._computed_at, self._cost = -math.inf, 0.0
+        self._computed_at, self._cost = -math.inf, 0.0  # of the fixed row, in seconds
 
     async def post_first(self) -> PostedVersion:
-        """Write the policy's present version for workers that start afterwards. Errors: DivergenceError."""
+        """Write the policy's current version, with which workers start. Errors: DivergenceError."""
         async with self._one_at_a_time:
             self._current = await self._lane.run(self._write_first, name="publish/write", priority=1)
             self._set_free(1)
@@ -193,13 +192,13 @@ class WeightPublisher(BoardOwner):
                 await self._move(await self._lane.run(write, name="publish/write", priority=1))
 
     async def wait_writable(self) -> None:
-        """Returns once a half is free for the next optimizer step to cast into; at once if steps do not cast, or a move failed."""
+        """Wait until the next optimizer step can cast into a free half. Returns at once if steps do not cast, or a move failed."""
         async with self._one_at_a_time:
             if self._casts_into_halves and self._announced is None:
                 await self._wait_for_half()
 
     def _write(self, version: int, half: int) -> PostedVersion:
-        """Write the policy's version, which may be later than `version`, to the half. Call it on the lane."""
+        """Write the policy's current version, `version` or a later one, to the half. Call it on the lane."""
         policy, board = self._policy, self._board
         require_current(policy, version)
         if self._casts_into_halves:
@@ -226,13 +225,13 @@ class WeightPublisher(BoardOwner):
         return logprobs
 
     def _set_free(self, half: int) -> None:
-        """Clear a half that nobody reads. The next optimizer step may cast into it."""
+        """Clear a half that nobody reads, and make the next optimizer step cast into this half."""
         super()._set_free(half)
         if self._casts_into_halves:
             self._policy.flat.target = self._board.half(half)
 
     def close(self) -> None:
-        """Call it when no worker is left. The trainer's weights stay in their half, which they keep alive."""
+        """Call it when no worker is left. Later optimizer steps cast in place; the policy's tensors keep their half mapped."""
         if self._casts_into_halves:
             self._policy.flat.target = self._policy.flat.working
 
@@ -247,7 +246,7 @@ class BoardEngine(Protocol):
     output_bound: Bound
 
     def move_to(self, half: Tensor, version: int) -> None:
-        """Bind the weights of `version`, which lie in `half`: every later token comes from them, and no later closure reads the
+        """Bind the modules to `half`, which holds `version`: later tokens come from `version`, and later closures do not read the
         other half. Called on the lane between two closures."""
         ...
 
@@ -257,27 +256,27 @@ class BoardEngine(Protocol):
 
 
 class WeightReader:
-    """Moves the engine of a worker to the newest version that the trainer's process has announced."""
+    """Moves a worker's engine to the newest version that the trainer's process has announced."""
 
     def __init__(
         self, board: Board, engine: BoardEngine, lane: Lane, send: Callable[[Mapping[str, Any]], None]
     ) -> None:
-        """`send`: sends `{"bound": version}` when a version is bound, or `{"wrong": sentence}`, to the trainer's process."""
+        """`send` sends the trainer's process `{"bound": version}` after each move, or `{"wrong": sentence}`, which ends the run."""
         self._board, self._engine, self._lane, self._send = board, engine, lane, send
         self._comparisons = Comparisons(engine.output_bound)
-        self._half = -1
+        self._half = -1  # the half that the engine reads; -1: none
         self._moving: PostedVersion | None = None
         self._next: PostedVersion | None = None
         self._has_next = anyio.Event()
 
     def set_target(self, target: PostedVersion) -> None:
-        """Make `run` move to `target` next. Setting the target of the move in progress again has no effect."""
+        """Make `run` move to `target` next. Has no effect if a move to the same version and half is running."""
         if self._moving is None or self._moving[:2] != target[:2]:
             self._next = target
             self._has_next.set()
 
     async def run(self) -> None:
-        """Move to each target, without end. Of targets that come during a move only the newest counts."""
+        """Move to each target until cancelled. Targets that come during a move replace each other."""
         while True:
             await self._has_next.wait()
             self._has_next = anyio.Event()
@@ -287,8 +286,8 @@ class WeightReader:
                 self._moving = None
 
     async def move(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Fetch and bind the version between closures of the lane, send the answer, and then compare the log-probs of the
-        fixed row with `outputs`, the trainer's."""
+        """Fetch the half if this worker reads copies, bind the version between two closures of the lane, and answer. Then compare
+        the log-probs of the fixed row with those of the trainer (`outputs`)."""
         if self._board.reads_copies and half != self._half:
             fetch = partial(self._board.fetch, half)
             await wait_for_device(await self._lane.run(fetch, name="engine/fetch", priority=1))
@@ -296,15 +295,15 @@ class WeightReader:
         if found != version:
             self._send({"wrong": f"the board holds version {found} where version {version} was announced"})
             return
-        # No closure that reads the other half is left, and the next closure uses the new version. Earlier closures may have
-        # launched GPU work that still reads the other half. The next line waits for that work, while later closures run.
+        # Later closures use the new version, but earlier closures may have launched GPU work that still reads the other half. Wait
+        # for that work, because the trainer may overwrite the other half after the answer. Later closures run meanwhile.
         await wait_for_device(reads_end)
         self._send({"bound": version})
         if outputs is not None:
             await self._compare(version, outputs)
 
     def _bind(self, version: int, half: int) -> tuple[int | None, DeviceWait]:
-        """Returns (the version in the half, a wait after which nothing on the device reads the other half)."""
+        """Bind the half if it holds `version`. Returns (the version in the half, a wait for the reads of the other half)."""
         found = self._board.version(half)
         if found == version:
             self._engine.move_to(self._board.half(half), version)
@@ -313,8 +312,8 @@ class WeightReader:
 
     async def _compare(self, version: int, outputs: Sequence[float]) -> None:
         # JSON has no NaN: it arrives as None.
-        trainers = [math.nan if logprob is None else logprob for logprob in outputs]
-        distance, fault = self._comparisons.judge(await self._engine.outputs(), trainers)
+        theirs = [math.nan if logprob is None else logprob for logprob in outputs]
+        distance, fault = self._comparisons.judge(await self._engine.outputs(), theirs)
         self._engine.recorder.observe("weights/outputs_nats", distance, reduce="max")
         if fault is not None:
             self._send({"wrong": f"with the weights of version {version} the worker computes {fault}"})

@@ -2,7 +2,7 @@
 
     async with GenericEnvClient(base_url=URL) as env: ...   ->   episode = from_openenv(lambda: GenericEnvClient(base_url=URL))
 
-`show(observation)` makes the text for the policy, and `act(text)` the action. Each client is a session of its own on the server.
+`show(observation)` makes the text for the policy, `act(text)` makes the action. Each client has its own session on the server.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     reasoning_gym.create_dataset("basic_arithmetic", seed=0)   ->   rows, episode = from_reasoning_gym("basic_arithmetic", seed=0)
 
-With one try no adapter is needed: a function that returns the data set may be the value of `data.train` and of `reward`.
+Episodes with one try need no adapter: a function that returns the data set may be the value of `data.train` and of `reward`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def from_reasoning_gym(name: str, tries: int = 2, **options: Any) -> tuple[Calla
     dataset = reasoning_gym.create_dataset(name, **options)
 
     def rows() -> list[dict[str, Any]]:
-        # `number` finds the entry again: scores may need all of it.
+        # With `number` the episode finds the whole entry again, which `score_answer` needs.
         return [
             {"prompt": [{"role": "user", "content": entry["question"]}], "number": n} for n, entry in enumerate(dataset)
         ]

@@ -3,9 +3,9 @@
     ta.make("TicTacToe-v0-raw").reset(num_players=2)   ->   episode = from_textarena("TicTacToe-v0-raw", players=2)
 
 The policy plays one seat, chosen by the column `seat` of the row (default 0), and `opponent(text) -> action` plays the others.
-Without an opponent the policy plays all seats: each seat is a conversation of its own, and the reward is that of `seat`.
-Use the games whose names end with `-raw`: they show only what is new since the last move. The others repeat the whole game each
-turn, which would be a new conversation for each move.
+Without an opponent the policy plays all seats: each seat has its own conversation, and the reward is that of `seat`.
+Use the games whose names end with `-raw`: they show only what is new since the last move. Other games repeat the whole game each
+turn, so each turn would have a new conversation.
 """
 
 from __future__ import annotations

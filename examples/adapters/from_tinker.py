@@ -3,7 +3,8 @@
     class MyEnv(Env): initial_observation, step   ->   episode = from_tinker(lambda task: MyEnv(task["question"], ...))
 
 The environment sees and makes token ids, so its renderer must belong to the run's model. Each turn gets the reward of its step.
-For an `EnvGroupBuilder` pass what makes one of its environments; write `compute_group_rewards` as a reward function of the group.
+Instead of an `EnvGroupBuilder` pass a function that makes one environment. Write `compute_group_rewards` as a reward function of
+the group.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def from_tinker(make: Callable[[dict[str, Any]], Env]) -> Any:
                     return rewards
                 observation, stop = step.next_observation, step.next_stop_condition
         finally:
-            # tinker's form has no `close`. Environments that hold something often have one.
+            # `Env` has no `close`, but environments that hold resources often have one.
             close = getattr(environment, "close", None) or getattr(environment, "cleanup", None)
             if close is not None and inspect.isawaitable(closing := close()):
                 await closing
@@ -45,7 +46,7 @@ def from_tinker(make: Callable[[dict[str, Any]], Env]) -> Any:
 
 
 def _stop(condition: list[str] | list[int]) -> dict[str, Any]:
-    """A stop condition is a list of texts, or of token ids."""
+    """The arguments of `complete` for a stop condition, which is a list of texts or of token ids."""
     texts = tuple(each for each in condition if isinstance(each, str))
     ids = tuple(each for each in condition if isinstance(each, int))
     return {name: value for name, value in (("stop", texts), ("stop_token_ids", ids)) if value}

@@ -41,7 +41,7 @@ def from_trl(
             messages += [reply.message, *await reply.run_tools()]
             reply, calls = await policy.chat(messages, tools=known), calls + 1
         if environment is None or not hasattr(environment, "get_reward"):
-            # The run's reward functions score the episode.
+            # None: the run's reward functions score the episode.
             return None
         return float(await _call(environment.get_reward))
 
@@ -49,7 +49,7 @@ def from_trl(
 
 
 async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """A function of the user may block, so it runs on a thread."""
+    """Call a function of the user. A plain function may block, so it runs on a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     return await asyncio.to_thread(function, **arguments)

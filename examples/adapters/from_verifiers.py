@@ -2,8 +2,8 @@
 
     vf.load_environment(config)   ->   rows, episode = from_verifiers(lambda: vf.load_environment(config))
 
-The environment's harness talks to `policy.base_url`, so every token is recorded, whatever the harness is. Each episode has an
-environment of its own, which is closed at its end.
+The environment's harness talks to `policy.base_url`, so the run records every token of any harness. Each episode makes its own
+environment and closes it at the end.
 """
 
 from __future__ import annotations

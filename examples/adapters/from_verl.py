@@ -3,7 +3,7 @@
     compute_score(data_source, solution_str, ground_truth, extra_info)   ->   episode = from_verl(compute_score, tools=[calculator])
 
 A row has verl's columns: `prompt`, `data_source`, `reward_model` with `ground_truth`, and `extra_info`.
-With one turn and no tools no adapter is needed: `compute_score` may be the value of `reward`.
+Episodes with one turn and no tools need no adapter: `compute_score` may be the value of `reward`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
         async with mcp_tools(["python", "server.py"]) as tools:
             reply = await policy.chat(messages, tools=tools)
 
-A list is a command, whose server talks over its standard input and output. A text is the URL of a server (streamable HTTP).
-Each block has a connection of its own, and a process of its own. The process ends with the block, and when the run is killed.
+A list is the command of a server that talks over standard input and output. A string is the URL of a server (streamable HTTP).
+Each block has its own connection, and its own process of a command. The process ends with the block, and when the run is killed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ async def mcp_tools(
     timeout_s: float = 60.0,
     prefix: str = "",
 ) -> AsyncIterator[list[Tool]]:
-    """`env`: variables of the server beside PATH, HOME and the like. `start_s`, `timeout_s`: deadlines of the start and of a call.
-    `prefix`: of the names, if two servers have a tool of the same name."""
+    """`env`: environment variables of the server, besides PATH, HOME and the like. `start_s`, `timeout_s`: deadlines of start and
+    call. `prefix`: put in front of each tool's name, for two servers that have a tool of the same name."""
     target: Any = server if isinstance(server, str) else _guarded(list(server), dict(env or {}))
     client = Client(target)
 

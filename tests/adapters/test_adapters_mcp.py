@@ -18,6 +18,7 @@ pytest.importorskip("mcp", reason="needs mcp: python tools/adapters.py mcp")
 
 from adapters_helpers import EXAMPLES, call_of, cancel_play, chat_model, open_run
 from mcp_tools import mcp_tools
+from transport_helpers import running
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 RUN = f"""
@@ -41,16 +42,6 @@ def build(seed: int) -> tuple[Any, Any]:
 
 def command(word: str) -> list[str]:
     return [sys.executable, SERVER, f"# {word}"]
-
-
-def running(word: str) -> list[int]:
-    """Numbers of the processes with `# word` in their command line, guards included."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and f"# {word}".encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
 
 
 def episode_of(server: Any, fault: str = "") -> Any:

@@ -27,11 +27,7 @@ def test_conventions_of_the_std_by_hand() -> None:
         "dr_grpo": [-2.0, -1.0, 3.0],
         "rloo": [1 - 4.0, 2 - 3.5, 6 - 1.5],
         # the others of 1 are 2 and 6: mean 4, unbiased variance 4 + 4; of 2: 1 and 6; of 6: 1 and 2
-        "grpo_nemo": [
-            -3.0 / (math.sqrt(8) + 1e-6),
-            -1.5 / (math.sqrt(12.5) + 1e-6),
-            4.5 / (math.sqrt(0.5) + 1e-6),
-        ],
+        "grpo_nemo": [-3.0 / (math.sqrt(8) + 1e-6), -1.5 / (math.sqrt(12.5) + 1e-6), 4.5 / (math.sqrt(0.5) + 1e-6)],
         "none": rewards,
         "zero": [0.0] * 3,
     }

@@ -84,7 +84,7 @@ def test_entropy_bonus_is_a_mean_over_tokens_whatever_the_loss(name: str) -> Non
     loss = build_loss(name, entropy_coef=0.03)
     by_tokens = LOSSES[name].normaliser is Normaliser.TOKENS
     assert loss.needs_entropy_grad and loss.needs_whole_step is not by_tokens
-    assert loss.bonus_apart is not by_tokens
+    assert loss.bonus_needs_scale is not by_tokens
     value, grad_BT, entropy_grad_BT, _ = value_and_grads(batch, loss, ROWS)
     plain, plain_grad_BT, _, _ = value_and_grads(batch, build_loss(name), ROWS)
     tokens = float(batch.mask_BT.sum())

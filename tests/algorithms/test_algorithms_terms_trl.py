@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms_batches import PaddedBatch, random_batch, value_and_grads
-from test_algorithms_trl_oracle import (
-    CISPO_HIGH,
-    GROUP,
-    TRL_SPELLING,
-    random_rewards,
-    stand_in,
-    trl_step_with_entropy,
-)
+from test_algorithms_trl_oracle import CISPO_HIGH, GROUP, TRL_SPELLING, random_rewards, stand_in, trl_step_with_entropy
 from torch import Tensor
 
 from asyncrl.algorithms.registry import build_loss

@@ -355,9 +355,7 @@ async def test_requests_that_wait_for_room_are_bounded(name: str, monkeypatch: p
         assert code == 503 and reply["message"].startswith("too many requests wait for room in the ring")
 
 
-def test_a_gzip_that_is_longer_than_it_may_be_is_told_from_one_that_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gzip_that_is_longer_than_it_may_be_is_told_from_one_that_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     body = gzip.compress(b"x" * 100)
     for sent, most, code in ((body, 100, 200), (body, 99, 413), (body[:-4], 100, 400), (body[:-9], 100, 400)):
         monkeypatch.setattr("asyncrl.atropos.groups.MAX_BODY_BYTES", most)

@@ -129,14 +129,8 @@ def test_messages_and_the_environment_travel() -> None:
     [
         ({"tokens": None}, "tokens is missing"),
         ({"tokens": []}, "tokens is empty"),
-        (
-            {"tokens": [[]], "masks": [[]], **ALONE},
-            "member 0: tokens is empty; a trajectory has 1 token or more",
-        ),
-        (
-            {"tokens": [[7] * 9], "masks": [[7] * 9], **ALONE},
-            "a path has 9 tokens; this run takes 1 to 8",
-        ),
+        ({"tokens": [[]], "masks": [[]], **ALONE}, "member 0: tokens is empty; a trajectory has 1 token or more"),
+        ({"tokens": [[7] * 9], "masks": [[7] * 9], **ALONE}, "a path has 9 tokens; this run takes 1 to 8"),
         (
             {"tokens": [[7, 8, 9.5, 10], [7, 8, 11]]},
             "tokens\\[0\\] holds float64 of shape \\(4,\\); expected a list of integers",

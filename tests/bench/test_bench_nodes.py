@@ -48,7 +48,7 @@ def test_a_simulated_run_loses_no_token_and_keeps_the_ages() -> None:
 
 def test_claims_do_not_wait_for_the_states_of_many_training_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     # 16 training ranks get states as rarely as 3,200: each claim waited for one, and the run had 5 % of the ideal rate.
-    monkeypatch.setattr(line_ledger, "_BETWEEN_S", 0.2)
+    monkeypatch.setattr(line_ledger, "_PAUSE_PER_RANK_S", 0.2)
     plan = Plan(32, nodes_per_trainer=2, groups_per_node=4, seats=16, median_s=10.0, warmup=2, steps=1)
     result = simulate(plan).result
     assert result.tokens / result.seconds > 0.5 * plan.ideal

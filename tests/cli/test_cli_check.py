@@ -54,7 +54,7 @@ def test_damage_is_told_file_by_file_and_exits_5(store: CheckpointStore, capsys:
     nine, ten, eleven, way_out = capsys.readouterr().out.splitlines()
     assert "step_9: intact" in nine and "step_10: damaged: state/run.json has 2 bytes; expected " in ten
     assert "step_11: damaged: config.json is missing; model.safetensors is not what was written" in eleven
-    assert way_out.startswith("resume=true would go on from step_11; step_9 is intact: run `ln -sfn step_9 runs/one/")
+    assert way_out.startswith("resume=true fails: step_11 is damaged; step_9 is intact: run `ln -sfn step_9 runs/one/")
     assert main(["check", "runs/one/checkpoints/step_10"]) == 5
     assert main(["check", "runs/one/checkpoints/step_9"]) == 0
     (store.path(9) / "state/manifest.json").unlink()

@@ -37,7 +37,7 @@ def test_settings_show_default_interactions_and_formula() -> None:
     text = explain("algorithm.importance.floor")
     assert "default null" in text and "geometric  exp(sum_t d_t" in text and "may change" in text
     assert "(a list, each item a string; default [all-linear])" in explain("model.lora.target_modules")
-    assert "read by: cispo; refused with another loss" in explain("algorithm.cispo.high")
+    assert "read by: cispo; refused with another built-in loss" in explain("algorithm.cispo.high")
     assert "eq. 9" in explain("algorithm.off_policy_mask.threshold")
     assert "loss grpo" in explain("grpo") and "advantage grpo" in explain("grpo")
     assert "settings of its own, algorithm.sapo.*: temperature_pos=1.0" in explain("sapo")

@@ -19,7 +19,7 @@ import anyio
 import psutil
 import pytest
 import uvloop
-from transport_helpers import environment, line, living, until
+from transport_helpers import alive, environment, line, living, until
 
 from asyncrl.concurrency import child as room
 from asyncrl.concurrency.child import ChildProcess, open_output
@@ -57,13 +57,6 @@ async def ask(made: ChildProcess, **message: Any) -> dict[str, Any]:
 async def end_of(made: ChildProcess) -> int | None:
     await asyncio.wait([made.ended], timeout=SOON)
     return made.exit_code
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def open_descriptors() -> list[str]:

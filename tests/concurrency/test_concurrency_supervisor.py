@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.virtual import virtual
 
 from asyncrl.concurrency.supervisor import Supervisor
 from asyncrl.errors import LifecycleError, RewardError
@@ -47,43 +48,39 @@ def test_the_end_of_one_pump_does_not_stop_the_others() -> None:
     assert run_virtual(main) == (["a done", "b done"], 3.0)
 
 
-def test_the_first_failure_cancels_and_awaits_the_rest_and_comes_out_bare_with_its_name() -> None:
+@virtual
+async def test_the_first_failure_cancels_and_awaits_the_rest_and_comes_out_bare_with_its_name() -> None:
     error = RewardError("no")
-
-    async def main() -> None:
-        log: list[str] = []
-        with pytest.raises(RewardError) as caught:
-            async with Supervisor() as supervisor:
-                supervisor.start("slow pump", sleeps, 100.0, log, "slow")
-                supervisor.start("score pump", fails, 1.0, error)
-        assert caught.value is error
-        assert "in score pump" in notes(error)
-        assert error.__context__ is None and error.__cause__ is None
-        assert log == ["slow cancelled"]
-        assert asyncio.get_running_loop().time() == 1.0
-
-    run_virtual(main)
+    log: list[str] = []
+    with pytest.raises(RewardError) as caught:
+        async with Supervisor() as supervisor:
+            supervisor.start("slow pump", sleeps, 100.0, log, "slow")
+            supervisor.start("score pump", fails, 1.0, error)
+    assert caught.value is error
+    assert "in score pump" in notes(error)
+    assert error.__context__ is None and error.__cause__ is None
+    assert log == ["slow cancelled"]
+    assert asyncio.get_running_loop().time() == 1.0
 
 
-def test_a_failure_during_the_shutdown_is_a_note_of_the_first() -> None:
+@virtual
+async def test_a_failure_during_the_shutdown_is_a_note_of_the_first() -> None:
     async def fails_in_cleanup() -> None:
         try:
             await anyio.sleep(100)
         finally:
             raise OSError("disk full")
 
-    async def main() -> None:
-        with pytest.raises(ValueError, match="first") as caught:
-            async with Supervisor() as supervisor:
-                supervisor.start("publish pump", fails_in_cleanup)
-                supervisor.start("train pump", fails, 1.0, ValueError("first"))
-        assert "in train pump" in notes(caught.value)
-        assert "afterwards also: OSError: disk full (in publish pump)" in notes(caught.value)
-
-    run_virtual(main)
+    with pytest.raises(ValueError, match="first") as caught:
+        async with Supervisor() as supervisor:
+            supervisor.start("publish pump", fails_in_cleanup)
+            supervisor.start("train pump", fails, 1.0, ValueError("first"))
+    assert "in train pump" in notes(caught.value)
+    assert "afterwards also: OSError: disk full (in publish pump)" in notes(caught.value)
 
 
-def test_what_follows_from_the_first_failure_is_no_note() -> None:
+@virtual
+async def test_what_follows_from_the_first_failure_is_no_note() -> None:
     """Closed edges, and the same error of many tasks; what says something else is told once."""
 
     async def fails_next(error: BaseException) -> None:
@@ -92,23 +89,20 @@ def test_what_follows_from_the_first_failure_is_no_note() -> None:
         finally:
             raise error
 
-    async def main() -> None:
-        with pytest.raises(ValueError, match="first") as caught:
-            async with Supervisor() as supervisor:
-                supervisor.start("scoring", fails, 1.0, ValueError("first"))
-                for _ in range(3):
-                    supervisor.start("generation", fails_next, anyio.BrokenResourceError())
-                    supervisor.start("generation", fails_next, anyio.ClosedResourceError())
-                    supervisor.start("generation", fails_next, ValueError("first"))
-                    supervisor.start("publishing", fails_next, OSError("disk full"))
-                supervisor.start("reading", fails_next, anyio.BrokenResourceError("the sender died"))
-        assert caught.value.__notes__[0] == "in scoring"
-        assert sorted(caught.value.__notes__[1:]) == [
-            "afterwards also: BrokenResourceError: the sender died (in reading)",
-            "afterwards also: OSError: disk full (in publishing)",
-        ]
-
-    run_virtual(main)
+    with pytest.raises(ValueError, match="first") as caught:
+        async with Supervisor() as supervisor:
+            supervisor.start("scoring", fails, 1.0, ValueError("first"))
+            for _ in range(3):
+                supervisor.start("generation", fails_next, anyio.BrokenResourceError())
+                supervisor.start("generation", fails_next, anyio.ClosedResourceError())
+                supervisor.start("generation", fails_next, ValueError("first"))
+                supervisor.start("publishing", fails_next, OSError("disk full"))
+            supervisor.start("reading", fails_next, anyio.BrokenResourceError("the sender died"))
+    assert caught.value.__notes__[0] == "in scoring"
+    assert sorted(caught.value.__notes__[1:]) == [
+        "afterwards also: BrokenResourceError: the sender died (in reading)",
+        "afterwards also: OSError: disk full (in publishing)",
+    ]
 
 
 class Base(BaseException):
@@ -138,50 +132,45 @@ ENDS: dict[str, tuple[Any, type[BaseException], str]] = {
 
 
 @pytest.mark.parametrize("what", ENDS)
-def test_whatever_ends_a_run_comes_out_alone_and_ends_the_pumps(what: str) -> None:
+@virtual
+async def test_whatever_ends_a_run_comes_out_alone_and_ends_the_pumps(what: str) -> None:
     pump, kind, text = ENDS[what]
-
-    async def main() -> None:
-        log: list[str] = []
-        expected = contextlib.nullcontext() if not text else pytest.raises(kind, match=text)
-        with expected as caught:
-            async with Supervisor() as supervisor:
-                supervisor.start("a", sleeps, 100.0, log, "a")
-                if pump is not None:
-                    supervisor.start("the pump", pump)
-                if what == "the watchdog":
-                    asyncio.get_running_loop().call_later(1, supervisor.fail, TimeoutError("watchdog"))
-                await anyio.sleep(0.5)
-                if what == "the body":
-                    raise KeyError("body")
-                if not text:
-                    supervisor.cancel()
-        assert log == ["a cancelled"] and asyncio.get_running_loop().time() <= 1.0
-        assert what != "a group of a pump" or "in the pump" in notes(caught.value)
-
-    run_virtual(main)
+    log: list[str] = []
+    expected = contextlib.nullcontext() if not text else pytest.raises(kind, match=text)
+    with expected as caught:
+        async with Supervisor() as supervisor:
+            supervisor.start("a", sleeps, 100.0, log, "a")
+            if pump is not None:
+                supervisor.start("the pump", pump)
+            if what == "the watchdog":
+                asyncio.get_running_loop().call_later(1, supervisor.fail, TimeoutError("watchdog"))
+            await anyio.sleep(0.5)
+            if what == "the body":
+                raise KeyError("body")
+            if not text:
+                supervisor.cancel()
+    assert log == ["a cancelled"] and asyncio.get_running_loop().time() <= 1.0
+    assert what != "a group of a pump" or "in the pump" in notes(caught.value)
 
 
 @pytest.mark.parametrize("how", ["native", "scope"])
-def test_cancelling_the_owner_is_a_cancellation_not_a_failure(how: str) -> None:
-    async def main() -> None:
-        log: list[str] = []
-        scope = anyio.CancelScope()
+@virtual
+async def test_cancelling_the_owner_is_a_cancellation_not_a_failure(how: str) -> None:
+    log: list[str] = []
+    scope = anyio.CancelScope()
 
-        async def owner() -> None:
-            with scope:
-                async with Supervisor() as supervisor:
-                    supervisor.start("a", sleeps, 100.0, log, "a")
-                    await anyio.sleep(50)
+    async def owner() -> None:
+        with scope:
+            async with Supervisor() as supervisor:
+                supervisor.start("a", sleeps, 100.0, log, "a")
+                await anyio.sleep(50)
 
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(owner())
-            await anyio.sleep(1)
-            task.cancel() if how == "native" else scope.cancel()
-        assert log == ["a cancelled"]
-        assert task.cancelled() is (how == "native")
-
-    run_virtual(main)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(owner())
+        await anyio.sleep(1)
+        task.cancel() if how == "native" else scope.cancel()
+    assert log == ["a cancelled"]
+    assert task.cancelled() is (how == "native")
 
 
 async def test_tasks_start_only_while_it_is_open() -> None:

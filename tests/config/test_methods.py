@@ -77,8 +77,8 @@ def test_terms_with_different_normalisers_are_refused_where_steps_are_streamed(n
         (["old_logprobs=sampler", "importance.veto=1e-4"], "may be applied; set importance.veto=null"),
         (["old_logprobs=sampler", "importance.mode=sequence_mask"], "so there are no importance weights"),
         (["old_logprobs=sampler", "force_on_policy=true"], "leave one of the two out"),
-        (["force_on_policy=true", "loss=cispo"], "bounds a ratio that is then always 1: use loss=reinforce"),
-        (["force_on_policy=true", "loss=sapo"], "bounds a ratio that is then always 1: use loss=grpo"),
+        (["force_on_policy=true", "loss=cispo"], "bounds the ratio, and the ratio is always 1; use loss=reinforce"),
+        (["force_on_policy=true", "loss=sapo"], "bounds the ratio, and the ratio is always 1; use loss=grpo"),
         (
             ["force_on_policy=true", "clip.epsilon=0.1"],
             "algorithm.clip.epsilon is 0.1 but algorithm.force_on_policy is true",

@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.trajectories import trajectory
 
-from asyncrl.data.store import (
-    ADVANTAGES,
-    OLD,
-    REFERENCE,
-    REWARDS,
-    TOKEN_DTYPES,
-    Rows,
-    Store,
-    copy_group,
-)
+from asyncrl.data.store import ADVANTAGES, OLD, REFERENCE, REWARDS, TOKEN_DTYPES, Rows, Store, copy_group
 from asyncrl.errors import DataError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Group, Prompt, Ticket, Trajectory

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import anyio
 import pytest
+from support.virtual import virtual
 
 from asyncrl.distributed.ledger import LocalLedger
 from asyncrl.distributed.line import LineClient, LineServer
@@ -19,7 +20,6 @@ from asyncrl.errors import LedgerError, LifecycleError
 from asyncrl.ports import Ledger
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import ClaimState, Ticket
-from asyncrl_bench.virtual_time import run_virtual
 
 AnyLedger: TypeAlias = LocalLedger | LineLedger
 Make: TypeAlias = Callable[..., Awaitable[AnyLedger]]
@@ -44,16 +44,6 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
             return await stack.enter_async_context(ledger)
 
         yield open_one
-
-
-def virtual(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """Run a test in virtual time: what waits for ever is an error that names it, not a hang."""
-
-    def run() -> None:
-        run_virtual(test)  # type: ignore[arg-type]
-
-    run.__name__ = test.__name__
-    return run
 
 
 async def fresh(ledger: Ledger, group_id: int) -> Ticket:
@@ -133,7 +123,7 @@ async def test_a_group_admitted_between_commit_and_publish_counts_from_the_weigh
 
 
 async def refused(ledger: Ledger, group_id: int) -> bool:
-    """Nobody gives this group a slot now."""
+    """Nobody gives this group a slot now, nor, over a line, behind a change of another rank."""
     with anyio.move_on_after(0.05) as scope:
         await ledger.admit(group_id)
     return scope.cancelled_caught

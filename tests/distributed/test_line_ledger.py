@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 import pytest
 import warm
+from test_ledger import fresh, refused
 
 from asyncrl.distributed import line_ledger
 from asyncrl.distributed.line import LineClient, LineServer
@@ -51,12 +52,6 @@ async def many_ranks(
         yield ledgers
 
 
-@asynccontextmanager
-async def two_ranks(*numbers: int, by_rank: bool = False) -> AsyncIterator[tuple[LineLedger, LineLedger]]:
-    async with many_ranks(2, *numbers, by_rank=by_rank) as (a, b):
-        yield a, b
-
-
 async def until_known(ledger: LineLedger, number: int) -> None:
     """Wait until the ledger knows this change."""
     with anyio.fail_after(30):
@@ -64,42 +59,29 @@ async def until_known(ledger: LineLedger, number: int) -> None:
             await ledger.wait_changed(ledger.changes)
 
 
-async def fresh(ledger: LineLedger, group_id: int) -> Ticket:
-    ticket = await ledger.admit(group_id)
-    assert ticket is not None
-    return ticket
-
-
-async def waits(ledger: LineLedger, group_id: int) -> bool:
-    """Whether the group gets no slot. It is asked for once more behind a change of the other rank, if there is one."""
-    with anyio.move_on_after(0.05) as scope:
-        await ledger.admit(group_id)
-    return scope.cancelled_caught
-
-
 async def test_where_ranks_have_shares_each_is_admitted_its_own_ordinals_of_the_step() -> None:
     """Five a step: 0, 2, 4 and 1, 3; then 6, 8 and 5, 7, 9. Whoever is first gets no slot of the other's."""
-    async with two_ranks(5, 0, by_rank=True) as (a, b):
+    async with many_ranks(2, 5, 0, by_rank=True) as (a, b):
         mine = [await fresh(a, group) for group in (0, 2, 4)]
-        assert a.due() == 0 and await waits(a, 6)
+        assert a.due() == 0 and await refused(a, 6)
         await a.end(mine.pop(), "dropped", "no signal")
-        assert await waits(b, 10**6) is False, "a share that is not used up is the rank's, whatever prompt is next"
+        assert await refused(b, 10**6) is False, "a share that is not used up is the rank's, whatever prompt is next"
         mine.append(await fresh(a, 6))
         theirs = [Ticket(10**6, 0, 0), await fresh(b, 3)]
-        assert (a.due(), b.due()) == (0, 0) and await waits(b, 5)
+        assert (a.due(), b.due()) == (0, 0) and await refused(b, 5)
         for ledger, tickets in ((a, mine), (b, theirs)):
             for ticket in tickets:
                 assert await ledger.claim([ticket]) == (GRANTED, ticket)
         for ledger in (a, b):
             await ledger.commit()
-        assert await waits(a, 8)  # no weights of the step are published yet
+        assert await refused(a, 8)  # no weights of the step are published yet
         for ledger in (a, b):
             await ledger.release(0)
         for ledger, groups in ((b, (5, 7, 9)), (a, (8, 10))):
             for group in groups:
                 await fresh(ledger, group)
             assert ledger.due() == 0
-        assert await waits(a, 12)
+        assert await refused(a, 12)
 
 
 async def test_a_group_moves_to_the_rank_that_is_assigned_and_is_claimed_and_ended_there_alone() -> None:
@@ -124,7 +106,7 @@ async def test_a_refused_rank_is_told_when_its_claim_succeeds_and_the_others_are
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # No state comes for any other reason.
-    monkeypatch.setattr(line_ledger, "_BETWEEN_S", 1000.0)
+    monkeypatch.setattr(line_ledger, "_PAUSE_PER_RANK_S", 1000.0)
     async with many_ranks(4, 5, 1, trainers=(1, 2, 3)) as (first, a, b, c):
         tickets = [await fresh(first, group_id) for group_id in range(6)]
         for ticket, tokens, rank in zip(tickets, (30, 10, 20, 100, 100, 100), (a, b, c, b, c, a), strict=True):
@@ -172,18 +154,18 @@ async def test_the_groups_and_slots_of_a_rank_that_is_lost_are_free() -> None:
 
 
 async def test_the_share_of_a_rank_without_prompts_is_anybodys() -> None:
-    async with two_ranks(4, 0, by_rank=True) as (a, b):
+    async with many_ranks(2, 4, 0, by_rank=True) as (a, b):
         await fresh(a, 0)
         await a.exhaust()
         for group in (1, 3, 5):
             await fresh(b, group)
-        assert b.due() == 0 and await waits(b, 7)
+        assert b.due() == 0 and await refused(b, 7)
 
 
 async def test_places_and_slots_are_counted_over_both_ranks() -> None:
-    async with two_ranks(2, 0) as (a, b):
+    async with many_ranks(2, 2, 0) as (a, b):
         x, y = await fresh(a, 0), await fresh(b, 1)
-        assert await waits(a, 2)  # both slots are taken, one by the other rank
+        assert await refused(a, 2)  # both slots are taken, one by the other rank
         assert await a.claim([x]) == (GRANTED, x)
         assert await a.claim([]) == (WAIT, None)
         assert await b.claim([y]) == (GRANTED, y)
@@ -193,7 +175,7 @@ async def test_places_and_slots_are_counted_over_both_ranks() -> None:
         assert await b.claim([]) == (FULL, None)  # it has to finish the step that the other one has left
         assert await b.commit() == 1
         await a.release(0)
-        assert await waits(a, 3)  # the other rank's engines still sample with the old weights
+        assert await refused(a, 3)  # the other rank's engines still sample with the old weights
         await b.release(0)
         assert (await fresh(a, 3)).deadline == 1
         s = a.statistics()
@@ -201,7 +183,7 @@ async def test_places_and_slots_are_counted_over_both_ranks() -> None:
 
 
 async def test_a_rank_says_whose_group_the_open_step_waits_for() -> None:
-    async with two_ranks(1, 3) as (a, b):
+    async with many_ranks(2, 1, 3) as (a, b):
         assert a.remote_cause() is None
         first = await fresh(b, 7)
         await a.wait_changed(0)
@@ -214,7 +196,7 @@ async def test_a_rank_says_whose_group_the_open_step_waits_for() -> None:
 
 async def test_a_question_that_changes_nothing_wakes_nobody() -> None:
     """In every state of the books: else two ranks that wait for each other's next change never come to rest."""
-    async with two_ranks(2, 0) as (a, b):
+    async with many_ranks(2, 2, 0) as (a, b):
         x, y = await fresh(a, 0), await fresh(b, 1)
         for ledger, ticket in ((a, x), (b, y)):
             await ledger.claim([ticket])
@@ -232,7 +214,7 @@ async def test_a_question_that_changes_nothing_wakes_nobody() -> None:
 
 
 async def test_rollback_and_live_groups_concern_the_own_rank() -> None:
-    async with two_ranks(2, 0) as (a, b):
+    async with many_ranks(2, 2, 0) as (a, b):
         x, y = await fresh(a, 0), await fresh(b, 1)
         await a.claim([x])
         await b.claim([y])
@@ -244,7 +226,7 @@ async def test_rollback_and_live_groups_concern_the_own_rank() -> None:
 
 
 async def test_the_last_partial_step_needs_every_rank_to_be_exhausted() -> None:
-    async with two_ranks(4, 0) as (a, b):
+    async with many_ranks(2, 4, 0) as (a, b):
         x = await fresh(a, 0)
         await a.claim([x])
         await a.exhaust()
@@ -268,7 +250,7 @@ async def test_ranks_that_disagree_are_told() -> None:
 
 @pytest.mark.parametrize("what", ["admit", "claim"])
 async def test_a_grant_that_its_caller_did_not_live_to_see_is_undone(what: str) -> None:
-    async with two_ranks(4, 3) as (a, b):
+    async with many_ranks(2, 4, 3) as (a, b):
         rng = random.Random(1)
         ticket = await fresh(a, 1000)
         for i in range(60):
@@ -300,7 +282,7 @@ async def test_closing_wakes_waiters_and_leaves_no_thread() -> None:
             await ledger.admit(1)
         heard.append("admit")
 
-    async with two_ranks(1, 0) as (a, b):
+    async with many_ranks(2, 1, 0) as (a, b):
         # Each of both: at rank 0, and over the line.
         await fresh(a, 0)
         async with anyio.create_task_group() as group:
@@ -361,7 +343,7 @@ async def test_many_ranks_race_for_the_same_places() -> None:
 
 
 async def test_a_rank_that_is_lost_ends_all_waits_and_what_is_left_is_committed_and_ended() -> None:
-    async with two_ranks(1, 1) as (a, b):
+    async with many_ranks(2, 1, 1) as (a, b):
         assert (await a.claim([await fresh(a, 0)]))[0] is ClaimState.GRANTED
         kept = await fresh(b, 5)
         await until_known(b, a.changes)
@@ -379,7 +361,7 @@ async def test_a_rank_that_is_lost_ends_all_waits_and_what_is_left_is_committed_
 
 
 async def test_a_rank_that_cannot_read_the_state_of_the_books_does_not_wait_for_ever() -> None:
-    async with two_ranks(4, 0) as (a, b):
+    async with many_ranks(2, 4, 0) as (a, b):
 
         async def unreadable(peer: str, request: Sequence[int], buffers: object) -> Any:
             return [a.changes + 1], ()
@@ -395,8 +377,8 @@ async def test_a_rank_that_cannot_read_the_state_of_the_books_does_not_wait_for_
 
 
 async def test_a_rank_waits_for_each_next_change_whatever_it_did_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_ledger, "_EVERY_S", 1000.0)  # else the next state to every rank would help
-    async with two_ranks(200, 3) as (a, b):
+    monkeypatch.setattr(line_ledger, "_IDLE_WATCH_S", 1000.0)  # else the next state to every rank would help
+    async with many_ranks(2, 200, 3) as (a, b):
         for number in range(0, 100, 2):
             first = asyncio.ensure_future(b.wait_changed(b.changes))
             await asyncio.sleep(0)
@@ -410,7 +392,7 @@ async def test_a_rank_waits_for_each_next_change_whatever_it_did_meanwhile(monke
 
 
 async def test_a_rank_that_does_not_wait_gets_one_state_for_all_changes_of_a_second() -> None:
-    async with two_ranks(8, 3) as (a, b):
+    async with many_ranks(2, 8, 3) as (a, b):
         assert a._server is not None
         asked, watch = list[int](), a._server._watch
 
@@ -488,7 +470,7 @@ async def test_who_waits_for_rank_0_hears_that_it_died() -> None:
 
 async def test_what_another_rank_has_committed_is_not_trained_here_before_this_one_commits() -> None:
     """A rank that is stopped during the optimizer step may never commit it: its checkpoint is of the version before."""
-    async with two_ranks(2, 1) as (a, b):
+    async with many_ranks(2, 2, 1) as (a, b):
         mine, theirs, waiting = await fresh(b, 1), await fresh(a, 0), await fresh(b, 3)
         assert (await b.claim([mine]))[1] == mine and (await a.claim([theirs]))[1] == theirs
         await a.commit()
@@ -504,7 +486,7 @@ async def test_what_another_rank_has_committed_is_not_trained_here_before_this_o
 
 
 async def test_whose_groups_were_in_the_last_step_is_known_to_rank_0_whoever_committed_it_first() -> None:
-    async with two_ranks(2, 3) as (a, b):
+    async with many_ranks(2, 2, 3) as (a, b):
         for first, second in ((a, b), (b, a)):
             turn = a.turn
             ids = {each: 10 * turn + rank for rank, each in enumerate((a, b))}

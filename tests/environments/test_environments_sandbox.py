@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transport_helpers import running
 
 from asyncrl.environments import jail, sandbox
 from asyncrl.environments.sandbox import Sandbox
@@ -42,16 +43,6 @@ asyncio.run(main())
 
 def daemon(word: str) -> str:
     return DAEMON.replace("WORD", word)
-
-
-def running(word: str) -> list[int]:
-    """Numbers of the processes with `word` in their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and f"# {word}".encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
 
 
 def namespace(pid: object) -> int | None:

@@ -182,12 +182,7 @@ class Desk:
         (folder / "tools").symlink_to(ROOT / "tools")
         for path in (folder / "examples").glob("external*"):
             path.write_text(self.mine(path.read_text()))
-        self.environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
+        self.environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
     def mine(self, text: str) -> str:
         return re.sub(r"(?<=ring: )external\b|(?<=\")external(?=\")", self.ring, text)

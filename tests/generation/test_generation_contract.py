@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ class Bench:
         self.recorder = recorder
         self.version = 0
         self.broken: BaseException | None = None  # raised by the next closure that reads the version
+        self.failures: list[GenerationError] = []
         sizes = {"max_sequences": 3, "max_context": 64} | numbers
         self.engine: OwnedEngine
         if kind == "embedded":
@@ -83,6 +84,13 @@ class Bench:
             self._set(self.version)
 
         await self.lane.run(train, name="train/finish", priority=1)
+
+    async def fail(self, seed: int) -> None:
+        """A long request, whose failure is kept."""
+        try:
+            await self.engine.generate(request(3, seed, max_tokens=60, ignore_eos=True))
+        except GenerationError as error:
+            self.failures.append(error)
 
     async def steps(self, count: int) -> None:
         while self.engine.statistics()["decode_steps"] < count:
@@ -208,21 +216,13 @@ async def test_cancellation_at_every_await_point(kind: str) -> None:
 
 
 async def test_closing_fails_everybody_who_waits(kind: str) -> None:
-    failures: list[BaseException] = []
     async with bench(kind, max_sequences=2) as made, anyio.create_task_group() as tasks:
-
-        async def one(seed: int) -> None:
-            try:
-                await made.engine.generate(request(3, seed, max_tokens=60, ignore_eos=True))
-            except GenerationError as error:
-                failures.append(error)
-
         async with made.engine:
             for seed in range(5):
-                tasks.start_soon(one, seed)
+                tasks.start_soon(made.fail, seed)
             await made.steps(2)
-    assert len(failures) == 5
-    assert all(type(failure) is EngineClosed for failure in failures)
+    assert len(made.failures) == 5
+    assert all(type(failure) is EngineClosed for failure in made.failures)
     with pytest.raises(EngineClosed, match="closed"):
         await made.engine.generate(request(3, 0))
     with pytest.raises(EngineClosed, match="closed"):
@@ -231,14 +231,7 @@ async def test_closing_fails_everybody_who_waits(kind: str) -> None:
 
 async def test_an_error_in_a_closure_fails_everybody_with_the_cause(kind: str) -> None:
     boom = DivergenceError("the weights are NaN")
-    failures: list[GenerationError] = []
     async with bench(kind, max_sequences=2) as made:
-
-        async def one(seed: int) -> None:
-            try:
-                await made.engine.generate(request(3, seed, max_tokens=60, ignore_eos=True))
-            except GenerationError as error:
-                failures.append(error)
 
         def break_it() -> None:
             made.broken = boom
@@ -247,12 +240,12 @@ async def test_an_error_in_a_closure_fails_everybody_with_the_cause(kind: str) -
             with pytest.raises(DivergenceError, match="NaN"):
                 async with made.engine:
                     for seed in range(5):
-                        tasks.start_soon(one, seed)
+                        tasks.start_soon(made.fail, seed)
                     await made.steps(2)
                     await made.lane.run(break_it, name="break")
                     await anyio.sleep_forever()  # the failed owner cancels the block
-        assert len(failures) == 5
-        assert all(failure.__cause__ is boom and "the weights are NaN" in str(failure) for failure in failures)
+        assert len(made.failures) == 5
+        assert all(failure.__cause__ is boom and "the weights are NaN" in str(failure) for failure in made.failures)
         with pytest.raises(GenerationError, match="failed: DivergenceError"):
             await made.engine.generate(request(3, 0))
 
@@ -348,9 +341,7 @@ async def test_telemetry(kind: str) -> None:
 
 def run_under(kind: str, runner: Callable[..., Any]) -> list[int]:
     async def main() -> list[int]:
-        async with AsyncExitStack() as stack:
-            made = await stack.enter_async_context(bench(kind))
-            await stack.enter_async_context(made.engine)
+        async with bench(kind) as made, made.engine:
             answers = await generate_all(made.engine, [request(3, seed) for seed in range(4)])
             return [token for answer in answers for token in answer.token_ids.tolist()]
 

@@ -176,7 +176,7 @@ def test_steps_that_a_graph_cannot_hold_are_named(kind: str, reason: str, caplog
         layer = SimpleNamespace(mlp=Mlp(None, "silu", None), terms=AttentionTerms(softcap=3.0))  # type: ignore[arg-type]
     policy = SimpleNamespace(fused=None if kind == "packed" else SimpleNamespace(layers=[layer]))
     kernel = None if kind == "float32" else ReferenceKernel()
-    cache = SimpleNamespace(kernel=kernel, device=torch.device("cuda"), data=torch.empty(0))
+    cache = SimpleNamespace(ragged_kernel=kernel, device=torch.device("cuda"), data=torch.empty(0))
     with caplog.at_level(logging.INFO):
         assert DecodeGraphs.of(policy, cache, 64) is None  # type: ignore[arg-type]
     assert reason in caplog.text

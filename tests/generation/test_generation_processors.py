@@ -145,13 +145,13 @@ async def test_what_cannot_be_drawn_is_refused() -> None:
     policy, _ = policy_and_plain("qwen3")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"min_p": 1.5}, "min_p is 1.5, expected 0 to 1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, expected a number above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, expected a finite number above 0"),
         ({"presence_penalty": 3.0}, "presence_penalty is 3.0, expected -2 to 2"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ({"logit_bias": {1: float("-inf")}}, "logit_bias is .* from -100 to 100"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias is .* token ids"),
         ({"logit_bias": {VOCABULARY: 1.0}}, rf"token ids \[{VOCABULARY}\], .* \[0, {VOCABULARY}\)"),
-        ({"bad_words": ((3,), ())}, "bad_words is .* one token or more"),
+        ({"bad_words": ((3,), ())}, "bad_words is .* at least one token"),
         ({"bad_words": ((-1,),)}, r"token ids \[-1\]"),
         ({"min_tokens": 13}, "min_tokens is 13, expected 0 to max_tokens = 12"),
     ]

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,14 +263,6 @@ def test_compiled_code_is_found_again(tmp_path: Path) -> None:
     assert one == again != other
     assert [each.name for each in Path(one).iterdir()] == ["config.json"]
     assert json.loads(Path(one, "config.json").read_text()) == {"a": 1, "b": 2}
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """vLLM replaces one of them for good."""
-    before = torch.get_num_threads, torch.set_num_threads
-    yield
-    torch.get_num_threads, torch.set_num_threads = before
 
 
 @needs_vllm

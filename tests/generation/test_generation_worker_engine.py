@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import runpy
 import signal
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from enum import IntEnum, StrEnum
@@ -20,8 +21,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import pytest_asyncio
 import torch
-from generation_models import generate_all, plain_logprobs
+from generation_models import generate_all, plain_copy, plain_logprobs
 from transport_helpers import until
 
 from asyncrl.concurrency.lane import ThreadLane
@@ -113,48 +115,24 @@ async def opened(folder: Path, workers: int, kv_after_update: str, apart: bool =
         yield Opened(engine, posted, policy, tokenizer, lane)
 
 
-class Held:
-    """An engine that is held open by a task of its own between tests: it is closed in the task that opened it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.runner = asyncio.Runner()
-        self.stop = asyncio.Event()
-        self.holder = self.runner.get_loop().create_task(self._hold(folder))
-        self.runner.run(self._until_open())
-
-    async def _hold(self, folder: Path) -> None:
-        async with opened(folder, 2, "keep") as self.opened:
-            self.ready.set()
-            await self.stop.wait()
-
-    async def _until_open(self) -> None:
-        self.ready = asyncio.Event()
-        waiting = asyncio.ensure_future(self.ready.wait())
-        await asyncio.wait([self.holder, waiting], return_when=asyncio.FIRST_COMPLETED, timeout=SOON)
-        if self.holder.done():
-            self.holder.result()
-
-    def run(self, test: Callable[[Opened], Coroutine[Any, Any, None]]) -> None:
-        self.runner.run(asyncio.wait_for(test(self.opened), SOON))
-
-    def close(self) -> None:
-        async def end() -> None:
-            self.stop.set()
-            await self.holder
-
-        self.runner.run(end())
-        self.runner.close()
+pytestmark = [pytest.mark.usefixtures("warm_workers"), pytest.mark.asyncio(loop_scope="module")]
 
 
-pytestmark = pytest.mark.usefixtures("warm_workers")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def made(warm_workers: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Opened]:
+    """An engine of two workers. A task of its own holds it open between tests: it is closed in the task that opened it."""
+    ready, stop = asyncio.get_running_loop().create_future(), asyncio.Event()
 
+    async def hold() -> None:
+        async with opened(tmp_path_factory.mktemp("engine"), 2, "keep") as held:
+            ready.set_result(held)
+            await stop.wait()
 
-@pytest.fixture(scope="module")
-def held(warm_workers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
-    made = Held(tmp_path_factory.mktemp("engine"))
-    yield made
-    pids = made.opened.pids()
-    made.close()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(hold())
+        yield await ready
+        pids = ready.result().pids()
+        stop.set()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     assert left() == []
 
@@ -197,83 +175,76 @@ async def reported(made: Opened) -> None:
                 await asyncio.sleep(0.01)
 
 
-def test_answers_are_those_of_the_engine_in_this_process_and_have_their_form(held: Held) -> None:
-    async def test(made: Opened) -> None:
-        assert isinstance(made.engine, Engine)
-        requests = many(40)
-        answers = await generate_all(made.engine, requests)
-        assert_same(answers, await made.expected(requests))
-        for asked, answer in zip(requests, answers, strict=True):
-            size = answer.token_ids.size
-            assert 1 <= size <= asked.sampling.max_tokens
-            assert answer.token_ids.dtype == answer.versions.dtype == np.int32
-            assert answer.logprobs.dtype == answer.sampled_logprobs.dtype == np.float32
-            assert answer.logprobs.shape == answer.sampled_logprobs.shape == answer.versions.shape == (size,)
-            assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        assert {answer.finish_reason for answer in answers} == {FinishReason.STOP, FinishReason.LENGTH}
-        alone = [await made.engine.generate(asked) for asked in requests[:6]]
-        assert_same(alone, answers[:6])
-        tokens = sum(answer.token_ids.size for answer in [*answers, *alone])
-        await until(lambda: made.engine.statistics()["tokens"] == tokens)  # they are reported
-        statistics = made.engine.statistics()
-        assert statistics["finished"] == len(requests) + 6 and statistics["waiting"] == 0
-
-    held.run(test)
+async def test_answers_are_those_of_the_engine_in_this_process_and_have_their_form(made: Opened) -> None:
+    assert isinstance(made.engine, Engine)
+    requests = many(40)
+    answers = await generate_all(made.engine, requests)
+    assert_same(answers, await made.expected(requests))
+    for asked, answer in zip(requests, answers, strict=True):
+        size = answer.token_ids.size
+        assert 1 <= size <= asked.sampling.max_tokens
+        assert answer.token_ids.dtype == answer.versions.dtype == np.int32
+        assert answer.logprobs.dtype == answer.sampled_logprobs.dtype == np.float32
+        assert answer.logprobs.shape == answer.sampled_logprobs.shape == answer.versions.shape == (size,)
+        assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert {answer.finish_reason for answer in answers} == {FinishReason.STOP, FinishReason.LENGTH}
+    alone = [await made.engine.generate(asked) for asked in requests[:6]]
+    assert_same(alone, answers[:6])
+    tokens = sum(answer.token_ids.size for answer in [*answers, *alone])
+    await until(lambda: made.engine.statistics()["tokens"] == tokens)  # they are reported
+    statistics = made.engine.statistics()
+    assert statistics["finished"] == len(requests) + 6 and statistics["waiting"] == 0
 
 
-def test_the_members_of_a_group_share_one_prefill(held: Held) -> None:
-    async def test(made: Opened) -> None:
-        await reported(made)
-        before = made.engine.statistics()
-        for pid in made.pids():  # so that all three are there before the first is served
-            os.kill(pid, signal.SIGSTOP)
-        requests = [request(17, n, key="shared prompt") for n in range(3)]
-        tasks = [asyncio.ensure_future(made.engine.generate(asked)) for asked in requests]
-        await until(lambda: made.engine._router.sent == 3 and not any(each._outbox for each in made.peers()))
-        for pid in made.pids():
-            os.kill(pid, signal.SIGCONT)
-        answers = await asyncio.gather(*tasks)
-        tokens = before["tokens"] + sum(answer.token_ids.size for answer in answers)
-        await until(lambda: made.engine.statistics()["tokens"] == tokens)
-        # The last token of the prompt begins the decoding.
-        assert made.engine.statistics()["prefill_tokens"] - before["prefill_tokens"] == 16
-
-    held.run(test)
+async def test_the_members_of_a_group_share_one_prefill(made: Opened) -> None:
+    await reported(made)
+    before = made.engine.statistics()
+    for pid in made.pids():  # so that all three are there before the first is served
+        os.kill(pid, signal.SIGSTOP)
+    requests = [request(17, n, key="shared prompt") for n in range(3)]
+    tasks = [asyncio.ensure_future(made.engine.generate(asked)) for asked in requests]
+    await until(lambda: made.engine._router.sent == 3 and not any(each._outbox for each in made.peers()))
+    for pid in made.pids():
+        os.kill(pid, signal.SIGCONT)
+    answers = await asyncio.gather(*tasks)
+    tokens = before["tokens"] + sum(answer.token_ids.size for answer in answers)
+    await until(lambda: made.engine.statistics()["tokens"] == tokens)
+    # The last token of the prompt begins the decoding.
+    assert made.engine.statistics()["prefill_tokens"] - before["prefill_tokens"] == 16
 
 
-def test_turns_find_what_their_session_has_left_and_a_dead_worker_takes_only_its_own_with_it(held: Held) -> None:
+async def test_turns_find_what_their_session_has_left_and_a_dead_worker_takes_only_its_own_with_it(
+    made: Opened,
+) -> None:
     def next_turns(asked: list[GenerationRequest], answers: list[Generation]) -> list[GenerationRequest]:
         histories = zip(asked, answers, strict=True)
         rows = [np.concatenate([each.prompt_ids, answer.token_ids, [3, 4, 5]]) for each, answer in histories]
         return [replace(each, prompt_ids=row.astype(np.int32)) for each, row in zip(asked, rows, strict=True)]
 
-    async def test(made: Opened) -> None:
-        engine = made.engine
-        asked = [replace(request(9, 700 + n, max_tokens=6, ignore_eos=True), session=f"s{n}") for n in range(6)]
-        answers = await generate_all(engine, asked)
-        homes = dict(engine._router._sessions)
-        assert sorted(homes.values()) == [0] * 3 + [1] * 3
-        await until(lambda: engine.statistics()["kept_rows"] == 6)
-        await reported(made)
-        before = engine.statistics()["prefill_tokens"]
-        asked = next_turns(asked, answers)
-        answers = await generate_all(engine, asked)
-        assert_same(answers, await made.expected(asked))
-        await reported(made)
-        assert engine.statistics()["prefill_tokens"] - before == 6 * 3 and engine._router._sessions == homes
-        # Killed between two turns: three sessions compute their histories again.
-        lost = engine._peers[0].process.pid
-        os.kill(lost, signal.SIGKILL)
-        await until(lambda: 0 in engine._peers and engine._peers[0].process.pid != lost and engine._router.serves(0))
-        assert {home for home in engine._router._sessions.values()} == {1}
-        asked = next_turns(asked, answers)
-        assert_same(await generate_all(engine, asked), await made.expected(asked))
-        for each in asked:
-            engine.end_session(str(each.session))
-        await until(lambda: engine.statistics()["kept_rows"] == 0)
-        assert engine._router._sessions == {}
-
-    held.run(test)
+    engine = made.engine
+    asked = [replace(request(9, 700 + n, max_tokens=6, ignore_eos=True), session=f"s{n}") for n in range(6)]
+    answers = await generate_all(engine, asked)
+    homes = dict(engine._router._sessions)
+    assert sorted(homes.values()) == [0] * 3 + [1] * 3
+    await until(lambda: engine.statistics()["kept_rows"] == 6)
+    await reported(made)
+    before = engine.statistics()["prefill_tokens"]
+    asked = next_turns(asked, answers)
+    answers = await generate_all(engine, asked)
+    assert_same(answers, await made.expected(asked))
+    await reported(made)
+    assert engine.statistics()["prefill_tokens"] - before == 6 * 3 and engine._router._sessions == homes
+    # Killed between two turns: three sessions compute their histories again.
+    lost = engine._peers[0].process.pid
+    os.kill(lost, signal.SIGKILL)
+    await until(lambda: 0 in engine._peers and engine._peers[0].process.pid != lost and engine._router.serves(0))
+    assert {home for home in engine._router._sessions.values()} == {1}
+    asked = next_turns(asked, answers)
+    assert_same(await generate_all(engine, asked), await made.expected(asked))
+    for each in asked:
+        engine.end_session(str(each.session))
+    await until(lambda: engine.statistics()["kept_rows"] == 0)
+    assert engine._router._sessions == {}
 
 
 @pytest.mark.parametrize(
@@ -288,12 +259,9 @@ def test_turns_find_what_their_session_has_left_and_a_dead_worker_takes_only_its
         (request(4, 0, stop={"END": 1}.keys()), "a tuple of strings"),
     ],
 )
-def test_what_cannot_be_served_is_refused(held: Held, asked: GenerationRequest, text: str) -> None:
-    async def test(made: Opened) -> None:
-        with pytest.raises(GenerationError, match=text):
-            await made.engine.generate(asked)
-
-    held.run(test)
+async def test_what_cannot_be_served_is_refused(made: Opened, asked: GenerationRequest, text: str) -> None:
+    with pytest.raises(GenerationError, match=text):
+        await made.engine.generate(asked)
 
 
 class Word(StrEnum):
@@ -304,44 +272,35 @@ class Id(IntEnum):
     FIVE = 5
 
 
-def test_numbers_of_numpy_and_of_a_program_are_numbers(held: Held) -> None:
+async def test_numbers_of_numpy_and_of_a_program_are_numbers(made: Opened) -> None:
     """As an environment may compute them. A worker cannot import the classes of a program."""
-
-    async def test(made: Opened) -> None:
-        plain = request(4, 3, temperature=0.5, max_tokens=9, stop_token_ids=(5,))
-        sampling = SamplingParams(
-            temperature=np.float64(0.5),  # type: ignore[arg-type]
-            max_tokens=np.int64(9),  # type: ignore[arg-type]
-            stop_token_ids=(np.int32(5),),  # type: ignore[arg-type]
-        )
-        enumerated = replace(sampling, stop=(Word.END,), stop_token_ids=(Id.FIVE,), logit_bias=defaultdict(lambda: 0.0))
-        [answer] = [await made.engine.generate(replace(plain, sampling=enumerated))]
-        assert_same(
-            [answer], [await made.engine.generate(replace(plain, sampling=replace(plain.sampling, stop=("END",))))]
-        )
-        given = replace(plain, sampling=sampling, seed=np.int64(3))  # type: ignore[arg-type]
-        assert_same([await made.engine.generate(given)], [await made.engine.generate(plain)])
-
-    held.run(test)
+    plain = request(4, 3, temperature=0.5, max_tokens=9, stop_token_ids=(5,))
+    sampling = SamplingParams(
+        temperature=np.float64(0.5),  # type: ignore[arg-type]
+        max_tokens=np.int64(9),  # type: ignore[arg-type]
+        stop_token_ids=(np.int32(5),),  # type: ignore[arg-type]
+    )
+    enumerated = replace(sampling, stop=(Word.END,), stop_token_ids=(Id.FIVE,), logit_bias=defaultdict(lambda: 0.0))
+    [answer] = [await made.engine.generate(replace(plain, sampling=enumerated))]
+    assert_same([answer], [await made.engine.generate(replace(plain, sampling=replace(plain.sampling, stop=("END",))))])
+    given = replace(plain, sampling=sampling, seed=np.int64(3))  # type: ignore[arg-type]
+    assert_same([await made.engine.generate(given)], [await made.engine.generate(plain)])
 
 
-def test_who_gives_up_frees_a_place_and_hundreds_at_once_do(held: Held) -> None:
-    async def test(made: Opened) -> None:
-        long = {"max_tokens": 40, "ignore_eos": True}
-        tasks = [asyncio.ensure_future(made.engine.generate(request(9, n, **long))) for n in range(300)]
-        await until(lambda: any(task.done() for task in tasks))  # running and waiting ones are left
-        before = made.engine.statistics()["aborted"]
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        given_up = sum(isinstance(each, asyncio.CancelledError) for each in results)
-        assert given_up > 100 and made.engine.statistics()["aborted"] - before == given_up
-        assert made.engine.statistics()["reserved_positions"] == 0
-        requests = many(10, first=50)
-        assert_same(await generate_all(made.engine, requests), await made.expected(requests))
-        await until(lambda: made.engine.statistics()["running"] == made.engine.statistics()["waiting"] == 0)
-
-    held.run(test)
+async def test_who_gives_up_frees_a_place_and_hundreds_at_once_do(made: Opened) -> None:
+    long = {"max_tokens": 40, "ignore_eos": True}
+    tasks = [asyncio.ensure_future(made.engine.generate(request(9, n, **long))) for n in range(300)]
+    await until(lambda: any(task.done() for task in tasks))  # running and waiting ones are left
+    before = made.engine.statistics()["aborted"]
+    for task in tasks:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    given_up = sum(isinstance(each, asyncio.CancelledError) for each in results)
+    assert given_up > 100 and made.engine.statistics()["aborted"] - before == given_up
+    assert made.engine.statistics()["reserved_positions"] == 0
+    requests = many(10, first=50)
+    assert_same(await generate_all(made.engine, requests), await made.expected(requests))
+    await until(lambda: made.engine.statistics()["running"] == made.engine.statistics()["waiting"] == 0)
 
 
 async def moved_while_they_run(made: Opened, seed: int) -> tuple[int, list[GenerationRequest], list[Generation]]:
@@ -371,68 +330,57 @@ async def mixed_while_they_run(made: Opened, seed: int) -> tuple[int, int, list[
     raise AssertionError("in no attempt were requests under way while the workers moved")
 
 
-def test_a_version_that_comes_while_they_run_is_on_the_tokens(held: Held) -> None:
-    async def test(made: Opened) -> None:
-        old, version, _, running = await mixed_while_they_run(made, seed=1)
-        late = many(4, first=90)
-        answers = await generate_all(made.engine, late)
-        assert_same(answers, await made.expected(late))
-        assert all((answer.versions == version).all() for answer in answers)
-        moved = [answer.versions for answer in running]
-        assert all((np.diff(versions) >= 0).all() and set(versions.tolist()) <= {old, version} for versions in moved)
-
-    held.run(test)
+async def test_a_version_that_comes_while_they_run_is_on_the_tokens(made: Opened) -> None:
+    old, version, _, running = await mixed_while_they_run(made, seed=1)
+    late = many(4, first=90)
+    answers = await generate_all(made.engine, late)
+    assert_same(answers, await made.expected(late))
+    assert all((answer.versions == version).all() for answer in answers)
+    moved = [answer.versions for answer in running]
+    assert all((np.diff(versions) >= 0).all() and set(versions.tolist()) <= {old, version} for versions in moved)
 
 
-def test_workers_that_are_killed_cost_no_answer_and_change_none(held: Held) -> None:
+async def test_workers_that_are_killed_cost_no_answer_and_change_none(made: Opened) -> None:
     """Their successors begin with the present version, which is not the first."""
-
-    async def test(made: Opened) -> None:
-        requests = many(80, first=200)
-        tasks = [asyncio.ensure_future(made.engine.generate(asked)) for asked in requests]
-        await until(lambda: sum(task.done() for task in tasks) > 20)
-        pids = made.pids()
-        os.kill(pids[0], signal.SIGKILL)
-        await until(lambda: sum(task.done() for task in tasks) > 60)
-        os.kill(pids[1], signal.SIGKILL)
-        assert_same(await asyncio.gather(*tasks), await made.expected(requests))
-        async with asyncio.timeout(SOON):
-            await made.engine.wait_until_serving()
-        version = await made.next_version(seed=2)
-        again = many(10, first=300)
-        answers = await generate_all(made.engine, again)
-        assert_same(answers, await made.expected(again))
-        assert all((answer.versions == version).all() for answer in answers)
-        assert not set(pids) & set(made.pids())
-
-    held.run(test)
+    requests = many(80, first=200)
+    tasks = [asyncio.ensure_future(made.engine.generate(asked)) for asked in requests]
+    await until(lambda: sum(task.done() for task in tasks) > 20)
+    pids = made.pids()
+    os.kill(pids[0], signal.SIGKILL)
+    await until(lambda: sum(task.done() for task in tasks) > 60)
+    os.kill(pids[1], signal.SIGKILL)
+    assert_same(await asyncio.gather(*tasks), await made.expected(requests))
+    async with asyncio.timeout(SOON):
+        await made.engine.wait_until_serving()
+    version = await made.next_version(seed=2)
+    again = many(10, first=300)
+    answers = await generate_all(made.engine, again)
+    assert_same(answers, await made.expected(again))
+    assert all((answer.versions == version).all() for answer in answers)
+    assert not set(pids) & set(made.pids())
 
 
 @pytest.mark.parametrize("kill", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["it is killed", "it lives"])
-def test_a_pinned_worker_computes_with_its_version_to_the_end_whoever_dies(held: Held, kill: bool) -> None:
+async def test_a_pinned_worker_computes_with_its_version_to_the_end_whoever_dies(made: Opened, kill: bool) -> None:
     """The other half is written meanwhile and the other worker moves; the version after that waits until it has left."""
-
-    async def test(made: Opened) -> None:
-        version, requests = made.policy.version, many(30, first=600)
-        expected = await made.expected(requests)
-        pin = await made.engine.pin(version)
-        assert pin is not None
-        tasks = [asyncio.ensure_future(pin.generate(asked)) for asked in requests]
-        assert await made.next_version(seed=11) == version + 1
-        assert made.engine.reads(pin.weights.half) and made.posted.current.half != pin.weights.half
-        late = many(6, first=700)
-        assert_same(await generate_all(made.engine, late), await made.expected(late))  # of the next version
-        if kill:
-            os.kill(made.engine._peers[pin.worker].process.pid, signal.SIGKILL)
-        third = asyncio.ensure_future(made.next_version(seed=12))
-        assert_same(await asyncio.gather(*tasks), expected)
-        assert not third.done() and made.posted.current.version == version + 1
-        pin.end()
-        assert await third == version + 2
-        await until(lambda: {peer.version for peer in made.peers()} == {version + 2})
-        assert_same(await generate_all(made.engine, late), await made.expected(late))
-
-    held.run(test)
+    version, requests = made.policy.version, many(30, first=600)
+    expected = await made.expected(requests)
+    pin = await made.engine.pin(version)
+    assert pin is not None
+    tasks = [asyncio.ensure_future(pin.generate(asked)) for asked in requests]
+    assert await made.next_version(seed=11) == version + 1
+    assert made.engine.reads(pin.weights.half) and made.posted.current.half != pin.weights.half
+    late = many(6, first=700)
+    assert_same(await generate_all(made.engine, late), await made.expected(late))  # of the next version
+    if kill:
+        os.kill(made.engine._peers[pin.worker].process.pid, signal.SIGKILL)
+    third = asyncio.ensure_future(made.next_version(seed=12))
+    assert_same(await asyncio.gather(*tasks), expected)
+    assert not third.done() and made.posted.current.version == version + 1
+    pin.end()
+    assert await third == version + 2
+    await until(lambda: {peer.version for peer in made.peers()} == {version + 2})
+    assert_same(await generate_all(made.engine, late), await made.expected(late))
 
 
 async def test_one_worker_recomputes_and_closing_or_failing_leaves_nothing(tmp_path: Path) -> None:
@@ -443,7 +391,7 @@ async def test_one_worker_recomputes_and_closing_or_failing_leaves_nothing(tmp_p
         mixed = [n for n, answer in enumerate(answers) if answer.versions[0] == old and answer.versions[-1] == version]
 
         def check() -> None:
-            plain = load_plain(made.policy)
+            plain = plain_copy(made.policy, runpy.run_path(str(MODEL))["build"](0)[0].eval())
             for n in mixed:
                 told = plain_logprobs(plain, requests[n], answers[n])
                 new = answers[n].versions == version
@@ -457,21 +405,6 @@ async def test_one_worker_recomputes_and_closing_or_failing_leaves_nothing(tmp_p
     failures = await asyncio.gather(*waiting, return_exceptions=True)
     assert sum(type(each) is EngineClosed for each in failures) > 40
     assert not [pid for pid in pids if psutil.pid_exists(pid)] and left() == before
-
-
-def load_plain(policy: PolicyModel) -> Any:
-    """Transformers' own model with the policy's present weights."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("runtime_model_plain", MODEL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    plain = module.build(0)[0].eval()
-    own = dict(policy.module.named_parameters())
-    for name, parameter in plain.named_parameters():
-        parameter.data.copy_(own[name].data)
-    return plain
 
 
 def on_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
 
 import pytest
-from test_generation_worker_faults import SOON, Asked, Engine, open_here, request, serving
+from test_generation_worker_faults import SOON, Asked, Engine, light, nothing_is_left, request, serving  # noqa: F401
 from transport_helpers import until
 
 from asyncrl.errors import EngineClosed
@@ -18,18 +17,6 @@ from asyncrl.generation.worker.peer import Peer
 from asyncrl.generation.worker.pin import Pin
 from asyncrl.ports import PinnedVersion, PinsVersions
 from asyncrl.types import Generation, GenerationRequest
-
-
-@pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.generation.worker.peer.PROGRAM", "generation_worker_light")
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    before = open_here()
-    yield
-    assert open_here() == before
 
 
 async def pinned(engine: Engine, version: int = 0) -> Pin:

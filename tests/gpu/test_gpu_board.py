@@ -29,10 +29,7 @@ from asyncrl.models.reading import ModelSkeleton, describe_extras, open_reader
 from asyncrl.runtime.placement import place
 from asyncrl.transport.memory.board import Board, weight_slab
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
 OTHERS = [0, pytest.param(1, marks=TWO)]  # where a worker is, whose trainer is on the first
 ROOT = Path(__file__).resolve().parents[2]

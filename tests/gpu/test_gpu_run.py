@@ -24,10 +24,7 @@ from asyncrl.models.policy import PolicyModel
 from asyncrl.training.trainer import TorchTrainer
 from asyncrl.types import GenerationRequest, SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 ROOT = Path(__file__).resolve().parents[2]
 
 

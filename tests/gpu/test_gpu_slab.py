@@ -12,10 +12,7 @@ from asyncrl.errors import OutOfMemory, PlatformError
 from asyncrl.transport.memory.slab import Slab
 from asyncrl.transport.memory.slab_cuda import CudaMemory
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 LOOK = """
 import sys

@@ -85,8 +85,8 @@ def test_a_kernel_is_compared_with_torch_before_it_is_used(dtype: torch.dtype) -
             gradient[2].mul_(1.1)
 
     assert disagreement(Kernel(), CPU, dtype, V) is None
-    assert disagreement(Kernel(wrong_entropy), CPU, dtype, V) == "Liger's entropies differ from torch's"
-    expected = "Liger's gradients with an entropy bonus differ from torch's"
+    assert disagreement(Kernel(wrong_entropy), CPU, dtype, V) == "the kernels' entropies differ from torch's"
+    expected = "the kernels' gradients with an entropy bonus differ from torch's"
     assert disagreement(Kernel(wrong_gradient), CPU, dtype, V) == expected
 
 
@@ -102,7 +102,7 @@ def test_kernels_that_fail_or_disagree_leave_auto_with_torch_and_a_warning(
     monkeypatch.setattr(liger_head, "_missing_requirement", lambda device, dtype: None)
     for found, said in (
         (fails, r"Liger's kernels do not run here \(RuntimeError: no compiler\)"),
-        (lambda: Kernel(half), "Liger's log-sum-exps differ from torch's"),
+        (lambda: Kernel(half), "the kernels' log-sum-exps differ from torch's"),
     ):
         monkeypatch.setattr(liger_head, "LigerHead", found)
         with pytest.raises(ConfigError, match=said):

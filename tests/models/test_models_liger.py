@@ -16,9 +16,7 @@ from asyncrl.models.head.logprobs import HeadKernel, token_logprobs
 
 INSTALLED = importlib.util.find_spec("liger_kernel") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.skipif(not INSTALLED, reason="liger-kernel is not installed (the extra `liger`)"),
-]
+pytestmark = [pytest.mark.skipif(not INSTALLED, reason="liger-kernel is not installed (the extra `liger`)")]
 S, E = 37, 6
 RAGGED = ((0.7, 3), (1.3, 10), (0.7, 24))  # temperature and scored tokens of three sequences
 

@@ -23,13 +23,7 @@ from transformers import (
 from asyncrl.config.schema import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.attention.tree import TreePlan
-from asyncrl.models.loading import (
-    describe_module,
-    load_model_config,
-    load_policy,
-    load_tokenizer_of,
-    parameter_count,
-)
+from asyncrl.models.loading import describe_module, load_model_config, load_policy, load_tokenizer_of, parameter_count
 from asyncrl.models.native.norms import FusedRMSNorm
 from asyncrl.models.parameters.flat import add_widened_
 from asyncrl.models.paths import PLAIN

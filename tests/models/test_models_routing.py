@@ -294,7 +294,7 @@ def test_a_layer_whose_router_is_not_told_is_named() -> None:
     routes = Routes(2)
     with torch.no_grad():
         hidden(policy, routes)
-    with pytest.raises(RuntimeError, match=r"of 2 layers with experts, \[1\] ran without this forward's routes"):
+    with pytest.raises(RuntimeError, match=r"of 2 layers with experts, numbers \[1\] \(from 0\) ran without"):
         routes.numpy()
     module = module_of()
     assert find_routers(module) is not None

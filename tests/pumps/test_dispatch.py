@@ -144,14 +144,14 @@ async def test_a_rank_that_joins_learns_what_was_told_and_is_asked_once_it_gener
             # Its engine starts, and no evaluation waits for it.
             assert len(await ranks.dispatch.evaluate(4, [0, 1, 2], play)) == 3
             await newcomer.begin()
-            while "rank 7" not in ranks.dispatch._generating:  # noqa: ASYNC110
+            while "rank 7" not in ranks.dispatch._generating_ranks:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
             with anyio.move_on_after(0.1) as waiting:
                 await ranks.dispatch.wait_finished([])
             assert waiting.cancelled_caught
         await ranks.kill(1)
         await ranks.dispatch.wait_finished([])
-        assert ranks.dispatch._generating == []
+        assert ranks.dispatch._generating_ranks == []
 
 
 async def test_in_order_a_prompt_waits_until_the_prompts_before_it_are_admitted() -> None:

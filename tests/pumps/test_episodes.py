@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from pumps_house import House, live
 from pumps_plan import TOKENS, Plan, ScriptedEnvironment, episode_ports, make_prompt, make_trajectory
+from support.virtual import virtual
 
 from asyncrl.concurrency.describe import culprit
 from asyncrl.concurrency.supervisor import spawn
@@ -29,7 +30,6 @@ from asyncrl.telemetry.budget import lane_budget
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.records import Wait
 from asyncrl.types import FinishReason, Generation, GenerationRequest, Prompt, SamplingParams, Trajectory
-from asyncrl_bench.virtual_time import run_virtual
 
 SEED = 12
 
@@ -184,13 +184,12 @@ def test_failures_that_differ_in_numbers_and_ids_have_one_count() -> None:
     ],
 )
 def test_a_budget_that_is_used_up_names_itself_and_the_last_causes(limit: int | None, failed: int, words: str) -> None:
-    plan = Plan(
-        groups_per_step=4, max_failed_groups=limit, fails=lambda group, member: OSError(f"no {'ab'[group % 2]}")
+    house = live(
+        Plan(groups_per_step=4, max_failed_groups=limit, fails=lambda group, member: OSError(f"no {'ab'[group % 2]}"))
     )
-    house = live(plan)
     assert isinstance(house.error, GenerationError) and isinstance(house.error.__cause__, OSError)
     told = str(house.error)
-    assert f"as {failed} groups did" in told and words in told
+    assert f". {failed} groups have failed; " in told and words in told
     assert "OSError: no a" in told and "OSError: no b" in told and "The last causes: " in told
 
 
@@ -358,22 +357,18 @@ PROMPT = make_prompt(7)
 ASKED = GenerationRequest(PROMPT.ids, SamplingParams(), 0, priority=5)
 
 
-def test_an_episode_that_samples_for_ever_ends_at_its_limit_and_says_how_far_it_came() -> None:
+@virtual
+async def test_an_episode_that_samples_for_ever_ends_at_its_limit_and_says_how_far_it_came() -> None:
     async def sample(request: Any) -> Any:
         await anyio.sleep(1.0)
         return Sampled
 
-    async def main() -> None:
-        recorder = Recorder(asyncio.get_running_loop().time, nvtx=False)
-        with pytest.raises(EpisodeFailed) as failed:
-            await Episodes(episode_ports(Endless(samples=True), recorder, 10.5, 2)).play(PROMPT, 1, 2, sample, 0)
-        told = str(failed.value.__cause__)
-        assert re.search(
-            r"group 7 did not end within .* = 10.5 s: it asked the engine 11 times and got 30 tokens", told
-        )
-        assert recorder.active_waits() == [] and "rollout/retries" not in recorder.drain()  # an hour more would be lost
-
-    run_virtual(main)
+    recorder = Recorder(asyncio.get_running_loop().time, nvtx=False)
+    with pytest.raises(EpisodeFailed) as failed:
+        await Episodes(episode_ports(Endless(samples=True), recorder, 10.5, 2)).play(PROMPT, 1, 2, sample, 0)
+    told = str(failed.value.__cause__)
+    assert re.search(r"group 7 did not end within .* = 10.5 s: it asked the engine 11 times and got 30 tokens", told)
+    assert recorder.active_waits() == [] and "rollout/retries" not in recorder.drain()  # an hour more would be lost
 
 
 @pytest.mark.parametrize(
@@ -420,36 +415,32 @@ def test_requests_of_older_groups_go_before_those_of_newer_ones_and_an_evaluatio
     assert rollouts == sorted(rollouts) and set(rollouts) == {1, 2} and min(priorities) == -1
 
 
-def test_the_culprit_is_the_episode_and_not_the_pumps_that_wait_for_each_other() -> None:
-    async def main() -> None:
-        recorder = Recorder(asyncio.get_running_loop().time, nvtx=False)
-        pumps = (
-            recorder.wait("publish pump", "an item", on="a sender of queue publications", cause="group"),
-            recorder.wait("scorer", "an item", on="a sender of queue scoring", cause="group"),
-            recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"),
-            recorder.wait("train pump", "a claimable group", on="score pump", cause="group"),
-            recorder.wait("engine", "a request", on="its callers", cause="requests"),
+@virtual
+async def test_the_culprit_is_the_episode_and_not_the_pumps_that_wait_for_each_other() -> None:
+    recorder = Recorder(asyncio.get_running_loop().time, nvtx=False)
+    pumps = (
+        recorder.wait("publish pump", "an item", on="a sender of queue publications", cause="group"),
+        recorder.wait("scorer", "an item", on="a sender of queue scoring", cause="group"),
+        recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"),
+        recorder.wait("train pump", "a claimable group", on="score pump", cause="group"),
+        recorder.wait("engine", "a request", on="its callers", cause="requests"),
+    )
+    async with anyio.create_task_group() as tasks:
+        for pump in pumps:
+            pump.__enter__()
+        pumps_alone = culprit(recorder.active_waits(), 5.0, "group 9 of rank 1 is waited for")
+        assert pumps_alone.startswith(
+            "group 9 of rank 1 is waited for; here rollout pump waits for a slot from publish"
         )
-        async with anyio.create_task_group() as tasks:
-            for pump in pumps:
-                pump.__enter__()
-            pumps_alone = culprit(recorder.active_waits(), 5.0, "group 9 of rank 1 is waited for")
-            assert pumps_alone.startswith(
-                "group 9 of rank 1 is waited for; here rollout pump waits for a slot from publish"
-            )
-            await anyio.sleep(2.0)
-            tasks.start_soon(
-                Episodes(episode_ports(Endless(samples=False), recorder, 100.0, 0)).play, PROMPT, 1, 2, None, 0
-            )
-            await anyio.sleep(3.0)
-            said = culprit(
-                recorder.active_waits(), asyncio.get_running_loop().time(), "group 9 of rank 1 is waited for"
-            )
-            assert said.startswith("member 1 of group 7 waits for its episode from the environment for 3.0 s in ")
-            assert "test_episodes.py" in said and said.endswith(" tool")
-            tasks.cancel_scope.cancel()
-
-    run_virtual(main)
+        await anyio.sleep(2.0)
+        tasks.start_soon(
+            Episodes(episode_ports(Endless(samples=False), recorder, 100.0, 0)).play, PROMPT, 1, 2, None, 0
+        )
+        await anyio.sleep(3.0)
+        said = culprit(recorder.active_waits(), asyncio.get_running_loop().time(), "group 9 of rank 1 is waited for")
+        assert said.startswith("member 1 of group 7 waits for its episode from the environment for 3.0 s in ")
+        assert "test_episodes.py" in said and said.endswith(" tool")
+        tasks.cancel_scope.cancel()
 
 
 def test_who_waits_longest_is_not_who_the_others_wait_for() -> None:

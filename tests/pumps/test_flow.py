@@ -24,8 +24,7 @@ def slow(*groups: int, seconds: float = 10.0, others: float = 1.0):  # type: ign
 
 def test_groups_are_dispatched_in_the_order_of_their_arrival() -> None:
     """Not in prompt order: group 3 is done first, group 0 last."""
-    plan = Plan(groups_per_step=4, prompts=4, rollout_s=lambda group, member: 5.0 - group)
-    house = live(plan)
+    house = live(Plan(groups_per_step=4, prompts=4, rollout_s=lambda group, member: 5.0 - group))
     assert house.trained() == [[3, 2, 1, 0]]
     assert [event.groups for event in house.events("microbatch")] == [(3,), (2,), (1,), (0,)]
 
@@ -43,8 +42,7 @@ def test_training_starts_before_the_slowest_rollout_of_the_same_step_ends() -> N
 
 @pytest.mark.parametrize("call", ["microbatch", "finish"])
 def test_a_step_that_does_not_commit_is_aborted(call: str) -> None:
-    plan = Plan(groups_per_step=2, prompts=8, trainer_fails={(call, 2): TrainStepError("the device is gone")})
-    house = live(plan)
+    house = live(Plan(groups_per_step=2, prompts=8, trainer_fails={(call, 2): TrainStepError("the device is gone")}))
     assert isinstance(house.error, TrainStepError) and "the device is gone" in str(house.error)
     assert house.names("abort", "rollback") == ["abort", "rollback"]
     assert house.events("abort")[0].at >= house.events(call)[-1].at
@@ -63,8 +61,7 @@ def test_an_empty_step_is_a_no_op(prompts: int) -> None:
 
 
 def test_each_step_clears_its_rows_once_all_of_them_and_only_after_its_commit() -> None:
-    plan = Plan(groups_per_step=3, prompts=12, rollout_s=lambda group, member: 1.0 + (group * 7 + member) % 5)
-    house = live(plan)
+    house = live(Plan(groups_per_step=3, prompts=12, rollout_s=lambda group, member: 1.0 + (group * 7 + member) % 5))
     assert house.names("finish", "commit", "clear") == ["finish", "commit", "clear"] * 4
     dispatched: list[set[int]] = [set()]
     for event in house.events("microbatch", "clear"):
@@ -106,8 +103,7 @@ def test_max_steps_generates_just_what_it_needs(preset: str) -> None:
 
 def test_the_time_limit_ends_the_run_after_the_step_in_progress() -> None:
     """Steps take 10 s each; the limit falls into the third. Whatever is not in it is dropped and counted."""
-    plan = Plan(groups_per_step=2, max_staleness=0, time_limit_s=25.0, rollout_s=lambda group, member: 10.0)
-    house = live(plan)
+    house = live(Plan(groups_per_step=2, max_staleness=0, time_limit_s=25.0, rollout_s=lambda group, member: 10.0))
     assert house.error is None and len(house.reports) == 3
     assert house.events("commit")[-1].at == pytest.approx(30.0, abs=0.1)
     assert house.ended_at == pytest.approx(30.0, abs=0.1)

@@ -77,8 +77,7 @@ def test_what_a_checkpoint_must_keep_is_known_at_every_version() -> None:
         finally:
             note(house)  # cancelled in the middle: before the live groups are ended
 
-    plan = Plan(groups_per_step=2, rollout_s=lambda group, member: 1.0 + group % 3)
-    live(plan, body=body, cancel_at_tick=120)
+    live(Plan(groups_per_step=2, rollout_s=lambda group, member: 1.0 + group % 3), body=body, cancel_at_tick=120)
     assert len(kept) > 3
     for delivered, groups in kept:
         assert sorted(groups) == list(range(delivered)), "a prompt was lost or stands there twice"

@@ -122,8 +122,7 @@ def test_the_filters_may_look_at_one_component() -> None:
 
 def test_long_completions_are_punished_softly() -> None:
     """All completions have the longest length, TOKENS: -1 times the weight, as a component of its own."""
-    plan = Plan(reward_config={"overlong": {"cache": 2, "weight": 0.5}}, max_steps=1, reward=mixed)
-    house = live(plan)
+    house = live(Plan(reward_config={"overlong": {"cache": 2, "weight": 0.5}}, max_steps=1, reward=mixed))
     assert house.error is None and house.config.rollout.max_tokens == TOKENS
     for group in house.reports[0].groups:
         for t in group.trajectories:
@@ -183,10 +182,9 @@ def test_filters_and_rerolls_look_at_rewards_before_the_punishment(reward: float
 @pytest.mark.parametrize("whole", [True, False])
 def test_every_completion_is_scored_once_with_its_group_or_alone(whole: bool) -> None:
     """Also where the reward does not apply: no second call asks for it."""
-    plan = Plan(
-        score_groups=whole, group_size=3, prompts=4, rollout_s=lambda g, m: 1.0 + m, reward=lambda g, m: m or None
+    house = live(
+        Plan(score_groups=whole, group_size=3, prompts=4, rollout_s=lambda g, m: 1.0 + m, reward=lambda g, m: m or None)
     )
-    house = live(plan)
     assert house.error is None and house.books.trained == 4
     groups = [tuple((group, member) for member in range(3)) for group in range(4)]
     assert sorted(house.reward_calls) == (groups if whole else [(each,) for group in groups for each in group])

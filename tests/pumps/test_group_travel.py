@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trajectories import trajectory
+from support.virtual import virtual
 from travel_ranks import Books, Rank, Wire, make_group
 
 from asyncrl.data.stash import same_trajectory
@@ -276,24 +277,22 @@ def test_a_group_is_in_one_place_whatever_is_cut_off_at_any_await(dies: str, cap
     assert ticks > 5
 
 
-def test_a_slow_training_rank_has_at_most_its_window_and_nothing_is_lost() -> None:
-    async def main() -> None:
-        async with two_ranks() as (_, trainer, sender, line):
-            trainer.ledger.delay_s = 10.0
-            for group_id in range(30):
-                depart(sender, group_id)
-            seen = []
-            while sender.store.statistics().rows:
-                await anyio.sleep(1.0)
-                seen.append(line.unacknowledged)
-            assert max(seen) == UNACKNOWLEDGED
-            assert sorted(trainer.train_ready()) == list(range(30))
-            counts = trainer.recorder.take_counts(("travel/",))
-            assert counts["travel/groups"] == counts["travel/rank_1/groups"] == 30
-            assert counts["travel/bytes"] == sum(len(buffers[0]) for _, buffers in line.asked)
-            assert counts["travel/credit_wait_s"] > 100
-
-    run_virtual(main)
+@virtual
+async def test_a_slow_training_rank_has_at_most_its_window_and_nothing_is_lost() -> None:
+    async with two_ranks() as (_, trainer, sender, line):
+        trainer.ledger.delay_s = 10.0
+        for group_id in range(30):
+            depart(sender, group_id)
+        seen = []
+        while sender.store.statistics().rows:
+            await anyio.sleep(1.0)
+            seen.append(line.unacknowledged)
+        assert max(seen) == UNACKNOWLEDGED
+        assert sorted(trainer.train_ready()) == list(range(30))
+        counts = trainer.recorder.take_counts(("travel/",))
+        assert counts["travel/groups"] == counts["travel/rank_1/groups"] == 30
+        assert counts["travel/bytes"] == sum(len(buffers[0]) for _, buffers in line.asked)
+        assert counts["travel/credit_wait_s"] > 100
 
 
 def test_a_group_that_cannot_travel_is_dropped_by_name_and_the_next_one_travels(
@@ -316,31 +315,27 @@ def test_a_group_that_cannot_travel_is_dropped_by_name_and_the_next_one_travels(
     assert "JSON values" in caplog.text and "temperature is" in caplog.text
 
 
-def test_a_rank_that_does_both_keeps_what_is_assigned_to_it() -> None:
-    async def main() -> None:
-        books = Books([0])
-        rank = Rank(books, 0)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(rank.departures.run)
-            depart(rank, 1)
-            await _pass(20)
-            assert rank.train_ready() == [1]
-            rank.departures.close()
-
-    run_virtual(main)
+@virtual
+async def test_a_rank_that_does_both_keeps_what_is_assigned_to_it() -> None:
+    books = Books([0])
+    rank = Rank(books, 0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(rank.departures.run)
+        depart(rank, 1)
+        await _pass(20)
+        assert rank.train_ready() == [1]
+        rank.departures.close()
 
 
-def test_close_ends_the_departures_after_the_last_acknowledgement() -> None:
-    async def main() -> None:
-        async with two_ranks() as (_, trainer, sender, line):
-            trainer.ledger.delay_s = 5.0
-            for group_id in range(3):
-                depart(sender, group_id)
-            sender.departures.close()
-            await sender.ended.wait()
-            assert line.answered == 3 and sorted(trainer.train_ready()) == [0, 1, 2]
-
-    run_virtual(main)
+@virtual
+async def test_close_ends_the_departures_after_the_last_acknowledgement() -> None:
+    async with two_ranks() as (_, trainer, sender, line):
+        trainer.ledger.delay_s = 5.0
+        for group_id in range(3):
+            depart(sender, group_id)
+        sender.departures.close()
+        await sender.ended.wait()
+        assert line.answered == 3 and sorted(trainer.train_ready()) == [0, 1, 2]
 
 
 # -- balance -------------------------------------------------------------------------------------------------------

@@ -40,8 +40,7 @@ def most_live(house: House) -> int:
 @pytest.mark.parametrize("steps", [6, 7, 8])
 def test_weights_are_handed_over_by_elapsed_steps(interval: int, staleness: int, steps: int) -> None:
     """At k, 2k, ... and after the last step, which need not be a multiple of k."""
-    plan = Plan(rollout={"weight_sync_interval": interval}, max_staleness=staleness, max_steps=steps)
-    house = live(plan)
+    house = live(Plan(rollout={"weight_sync_interval": interval}, max_staleness=staleness, max_steps=steps))
     assert house.error is None and len(house.reports) == steps
     taken = [event.version for event in house.events("weights taken")]
     assert taken == sorted({*range(interval, steps + 1, interval), steps})
@@ -142,8 +141,7 @@ def test_slots_of_a_step_come_back_together_when_the_slowest_engine_has_the_weig
 
 
 def test_a_slow_publish_hides_behind_training_but_the_next_finish_waits_for_it() -> None:
-    plan = Plan(groups_per_step=2, max_staleness=2, prompts=12, publish_s=lambda version, sink: 5.0)
-    house = live(plan)
+    house = live(Plan(groups_per_step=2, max_staleness=2, prompts=12, publish_s=lambda version, sink: 5.0))
     finishes, releases = house.events("finish"), house.events("release")
     assert all(finish.at >= release.at for finish, release in zip(finishes[1:], releases, strict=False))
     overlapped = [e for e in house.events("microbatch") if finishes[0].at < e.at < releases[0].at]
@@ -152,8 +150,7 @@ def test_a_slow_publish_hides_behind_training_but_the_next_finish_waits_for_it()
 
 def test_evaluation_sees_exactly_its_version_and_the_weights_stand_still() -> None:
     """Evaluations are 20 times as long as a step. Every one reads the version it is booked under, to its last token."""
-    plan = Plan(groups_per_step=2, max_steps=5, held_out=3, evaluate_every=2, evaluation_s=20.0)
-    house = live(plan)
+    house = live(Plan(groups_per_step=2, max_steps=5, held_out=3, evaluate_every=2, evaluation_s=20.0))
     assert sorted(house.evaluations) == [0, 2, 4, 5]  # before the first, every second, after the last
     finished = {event.version: event.at for event in house.events("finished")}
     for event in house.events("evaluated"):
@@ -334,13 +331,6 @@ def test_which_evaluation_is_owed(evaluated: int, version: int, owed: bool, owed
     assert not Evaluations(None, engine, anyio.sleep_forever).is_behind(version, last=True)
 
 
-def test_without_a_part_to_spare_the_next_step_waits() -> None:
-    plan = Plan(groups_per_step=2, max_steps=4, held_out=2, evaluate_every=2, evaluation_s=20.0)
-    house = beside(plan, Workers(spare=False))
-    finished, evaluated = at(house, "finished"), at(house, "evaluated")
-    assert finished[3] >= evaluated[2] and sorted(evaluated) == [0, 2, 4]
-
-
 class Rank0(OwnPrompts):
     """What rank 0 does for other ranks, where it is the only rank that generates."""
 
@@ -358,11 +348,14 @@ def rank_0(house: House) -> RoleParts:
     return RoleParts(dispatch=Rank0(house.prompts, 1))  # type: ignore[arg-type]  # what the graph uses of it
 
 
-def test_an_evaluation_by_several_ranks_pins_no_version_and_the_next_step_waits() -> None:
+@pytest.mark.parametrize(("spare", "given"), [(False, {}), (True, {"role_parts": rank_0})], ids=["none", "ranks"])
+def test_without_a_part_to_spare_or_by_several_ranks_no_version_is_pinned_and_the_next_step_waits(
+    spare: bool, given: dict[str, Any]
+) -> None:
     """A pin holds on one rank only: the other ranks would sample with later weights."""
     plan = Plan(groups_per_step=2, max_steps=4, held_out=2, evaluate_every=2, evaluation_s=20.0)
-    workers = Workers()
-    house = beside(plan, workers, role_parts=rank_0)
+    workers = Workers(spare)
+    house = beside(plan, workers, **given)
     assert house.error is None and not workers.pins
     finished, evaluated = at(house, "finished"), at(house, "evaluated")
     assert finished[3] >= evaluated[2] and sorted(evaluated) == [0, 2, 4]

@@ -93,8 +93,7 @@ def test_groups_without_advantages_are_counted_and_not_run(preset: str, updates:
 
 
 def test_a_step_of_which_no_group_is_run() -> None:
-    plan = Plan(prompts=2, train_config={"skip_zero_advantage": True}, reward=lambda group, member: 1.0)
-    house = live(plan)
+    house = live(Plan(prompts=2, train_config={"skip_zero_advantage": True}, reward=lambda group, member: 1.0))
     assert house.error is None and house.books.trained == 2 and house.trainer.version == 1
     assert house.reports[0].result.sequences == 4
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -147,16 +146,18 @@ def test_members_without_a_reward_are_trained_with_advantage_zero() -> None:
 # -- a group that a step fails on: dropped by its name once; the second one ends the run -----------------------------
 
 
-def fed(groups: int, leases: list[Lease]) -> Callable[[House, object], Any]:
+def fed(plan: Plan, groups: int, **ports: Any) -> tuple[House, list[Lease]]:
+    """A run to which so many groups are submitted, each with a lease."""
+    leases: list[Lease] = []
+
     async def body(house: House, supervisor: object) -> None:
         for group in range(groups):
-            lease = Lease(house, group)
-            leases.append(lease)
+            leases.append(Lease(house, group))
             size = house.plan.group_size
             given = [make_trajectory(group, m, size, [-1] * 4, reward=float(m + group)) for m in range(size)]
-            await house.graph.open_intake().submit(given, make_prompt(group), [lease])
+            await house.graph.open_intake().submit(given, make_prompt(group), leases[-1:])
 
-    return body
+    return live(plan, body=body, ports=ports), leases
 
 
 def failing(call: str, *calls: int, error: Exception | None = None, **settings: Any) -> Plan:
@@ -178,9 +179,8 @@ def failing(call: str, *calls: int, error: Exception | None = None, **settings: 
 def test_a_group_that_a_step_fails_on_is_dropped_by_name_and_the_others_are_trained(
     call: str, settings: dict[str, Any]
 ) -> None:
-    leases: list[Lease] = []
     notes: list[str] = []
-    house = live(failing(call, 1, **settings), body=fed(5, leases), ports={"note": notes.append})
+    house, leases = fed(failing(call, 1, **settings), 5, note=notes.append)
     assert house.error is None
     trained = [group for step in house.trained() for group in step]
     [lost] = set(range(5)) - set(trained)
@@ -192,8 +192,7 @@ def test_a_group_that_a_step_fails_on_is_dropped_by_name_and_the_others_are_trai
 
 
 def test_the_second_group_ends_the_run_with_both_names_and_neither_stays_with_its_owner() -> None:
-    leases: list[Lease] = []
-    house = live(failing("microbatch", 1, 2), body=fed(4, leases))
+    house, leases = fed(failing("microbatch", 1, 2), 4)
     assert type(house.error) is TrainStepError and isinstance(house.error.__cause__, RuntimeError)
     first, second = (event.groups[0] for event in house.events("microbatch")[:2])
     said = str(house.error)
@@ -204,8 +203,7 @@ def test_the_second_group_ends_the_run_with_both_names_and_neither_stays_with_it
 
 
 def test_of_several_ranks_none_drops_by_itself_but_the_group_is_not_replayed() -> None:
-    leases: list[Lease] = []
-    house = live(failing("microbatch", 1), body=fed(4, leases), ports={"ranks": 2})
+    house, leases = fed(failing("microbatch", 1), 4, ranks=2)
     assert type(house.error) is TrainStepError and "failed in the step (RuntimeError: call 1)" in str(house.error)
     assert [lease.ended for lease in leases].count(1) == 1 and house.trained() == []
 
@@ -216,9 +214,8 @@ def test_of_a_round_that_fails_no_group_of_the_step_is_replayed() -> None:
     async def round_(finishing: bool) -> bool:
         raise RuntimeError("no memory")
 
-    leases: list[Lease] = []
     plan = failing("microbatch", preset="sync", max_staleness=None)
-    house = live(plan, body=fed(2, leases), ports={"ranks": 2, "round": round_})
+    house, leases = fed(plan, 2, ranks=2, round=round_)
     assert type(house.error) is TrainStepError and "failed in the step (RuntimeError: no memory)" in str(house.error)
     assert [lease.ended for lease in leases] == [1, 1] and house.trained() == []
 
@@ -232,8 +229,7 @@ def test_of_a_round_that_fails_no_group_of_the_step_is_replayed() -> None:
 )
 def test_what_is_not_of_a_group_ends_the_run(call: str, error: Exception, ended: list[int]) -> None:
     """It leaves the records to their owner, but for those of a gradient that is not finite: its step is not replayed."""
-    leases: list[Lease] = []
-    house = live(failing(call, 1, error=error), body=fed(4, leases))
+    house, leases = fed(failing(call, 1, error=error), 4)
     assert house.error is error and house.trained() == []
     assert [lease.ended for lease in leases] == ended
 
@@ -252,10 +248,9 @@ def test_what_the_trainer_lays_to_a_group_is_laid_to_that_alone(
     kind: type[DivergenceError | DataError | OutOfMemory], call: str, settings: dict[str, Any]
 ) -> None:
     """Also where others are in the same microbatch."""
-    leases: list[Lease] = []
     error = kind("the loss is nan")
     error.groups = (1,)
-    house = live(failing(call, 1, error=error, **settings), body=fed(3, leases))
+    house, _ = fed(failing(call, 1, error=error, **settings), 3)
     assert house.error is None and sorted(group for step in house.trained() for group in step) == [0, 2]
     said = f"group 1 (group 1 of somebody) failed in the step ({kind.__name__}: the loss is nan)"
     assert said in str(house.book.reasons)
@@ -271,8 +266,7 @@ def test_an_advantage_that_cannot_be_computed_is_laid_to_its_group(what: str) ->
             raise ZeroDivisionError("no spread")
         return values * 1e300
 
-    leases: list[Lease] = []
-    house = live(Plan(groups_per_step=2, max_staleness=4, advantage=advantage), body=fed(5, leases))
+    house, _ = fed(Plan(groups_per_step=2, max_staleness=4, advantage=advantage), 5)
     assert house.error is None and sorted(group for step in house.trained() for group in step) == [0, 2, 3, 4]
     [reason] = house.book.reasons
     assert reason.startswith("dropped: group 1 (group 1 of somebody) failed in the step")

@@ -86,9 +86,7 @@ async def test_a_crash_names_who_was_there_and_fails_the_one_alone_that_crashes(
         ):
             await components(rewards, "exit", 7)
     assert all(other.result()["judges"] is not None for other in others)
-    assert (
-        "in flight there were also reward 'judges' of group 0, reward 'judges' of group 1; the call is" in caplog.text
-    )
+    assert "the worker also ran reward 'judges' of group 0, reward 'judges' of group 1; the call is" in caplog.text
 
 
 async def test_a_call_that_is_sent_again_after_a_crash_shares_its_worker_with_no_other(tmp_path, caplog, monkeypatch):

@@ -195,7 +195,7 @@ def test_a_column_named_like_an_argument_is_refused_where_the_function_takes_it(
     takes_all, takes_one = (
         cloudpickle.dumps(each) for each in (lambda completions, **columns: 0, lambda completions: 0)
     )
-    with pytest.raises(UsageError, match=f"the data has the columns {name}, but the run itself gives"):
+    with pytest.raises(UsageError, match=f"the data has the columns {name}, but the run itself passes arguments"):
         load_functions([takes_all], [["answer", name]])
     assert len(load_functions([takes_all], [["answer"]])) == 1
     if name != "completions":

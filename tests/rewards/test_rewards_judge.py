@@ -115,7 +115,7 @@ def test_what_a_judge_cannot_do_is_refused_at_the_start():
         Judge("policy", "It is long.", model="m")
     with pytest.raises(ConfigError, match="url 'localhost:8000'; expected `policy` or an address like http://"):
         Judge("localhost:8000", "It is long.")
-    with pytest.raises(ConfigError, match="`request` has 'stream', which the judge sets itself"):
+    with pytest.raises(ConfigError, match="`request` has 'stream', which only the judge may choose"):
         Judge("http://localhost/v1", "It is long.", request={"stream": True})
 
 

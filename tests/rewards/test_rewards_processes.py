@@ -14,6 +14,7 @@ import psutil
 import pytest
 import uvloop
 from rewards_helpers import at_work, only_worker, pool, pool_of, prompt, score, trajectories, until
+from transport_helpers import alive
 from warm import children
 
 from asyncrl.errors import LifecycleError, RewardTimeout
@@ -200,13 +201,6 @@ async def test_a_worker_killed_while_idle_is_replaced(refused, monkeypatch):
         before.send_signal(signal.SIGKILL)
         await until(lambda: not alive(before.pid))
         assert (await score(rewards, "go")).reward not in (None, float(before.pid))
-
-
-def alive(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def test_ctrl_c_reaches_us_and_not_the_workers():

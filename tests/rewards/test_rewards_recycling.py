@@ -101,7 +101,7 @@ async def test_a_successor_that_cannot_load_the_functions_replaces_nobody(tmp_pa
         pids = [await reward(rewards, "a")]
         file.write_text("def f(completions:\n")
         pids.append(await reward(rewards, "a"))
-        await until(lambda: "stays as no other can be started" in caplog.text)
+        await until(lambda: "goes on, because no successor can start" in caplog.text)
         file.write_text(good)
         os.utime(file, (0, 0))
         pids += [await reward(rewards, "a"), await reward(rewards, "a")]
@@ -142,4 +142,4 @@ async def test_a_successor_that_stands_still_is_named_and_replaced(who, monkeypa
             await reward(rewards, "go")
         assert not stopped.is_running()
     assert f"reward worker {process.pid} did not load" in caplog.text
-    assert caplog.text.count("it is started again (1 of at most 2 times)") == 1
+    assert caplog.text.count("another is started (1 of at most 2 times)") == 1

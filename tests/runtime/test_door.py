@@ -192,7 +192,7 @@ async def test_what_a_record_holds_lies_in_the_ring_until_it_is_packed(tmp_path:
             await client.push(0, [scored(), scored(reward=1.0)])
             await f.until(lambda: f.counts.submitted == 1)
             store = f.runtime.built.ports.store
-            [group_id] = store._held
+            [group_id] = store._stored
             members = store.rows(group_id).group.trajectories
             assert store.ready() and list(map(id, members)) == list(map(id, made))
             [link] = f.ring._links.values()
@@ -329,20 +329,21 @@ async def test_a_record_that_cannot_be_trained_leaves_the_ring_and_is_named(tmp_
 
 
 @asynccontextmanager
-async def a_run(folder: Path, name: str, *overrides: str) -> AsyncIterator[tuple[Runtime, DoorStatistics]]:
-    """What `asyncrl run` does with `door.ring`, in this process and without a model."""
-    settings = ("rollout.groups_per_step=1", f"door.ring={name}", "door.ring_mib=2", "door.producer_mib=1", *overrides)
-    config, counts = config_of(folder, *settings, base=DRY), DoorStatistics()
+async def a_run(
+    folder: Path, name: str, *overrides: str, base: Any = DRY
+) -> AsyncIterator[tuple[Runtime, RecordRing, DoorStatistics]]:
+    """What `asyncrl run` does with `door.ring`, in this process and, unless `base` says otherwise, without a model."""
+    config = config_of(folder, f"door.ring={name}", "door.ring_mib=2", "door.producer_mib=1", *overrides, base=base)
     async with ring_of(config) as ring, Runtime(config, write=False) as runtime:
-        runtime.start("door", serve, runtime, ring, counts)
-        yield runtime, counts
+        runtime.start("door", serve, runtime, ring, counts := DoorStatistics())
+        yield runtime, ring, counts
 
 
 async def test_what_a_run_did_not_train_waits_for_the_next_one(tmp_path: Path, name: str) -> None:
     seen, left = [], []
     async with AsyncExitStack() as producers:
         for turn in range(3):
-            async with a_run(tmp_path, name, "train.max_steps=1") as (runtime, _):
+            async with a_run(tmp_path, name, "train.max_steps=1", "rollout.groups_per_step=1") as (runtime, *_):
                 if turn == 0:
                     client = await producers.enter_async_context(await AsyncClient.attach(name))
                     for group in range(3):
@@ -359,7 +360,7 @@ async def test_what_a_run_did_not_train_waits_for_the_next_one(tmp_path: Path, n
 async def test_the_time_limit_trains_what_is_here(tmp_path: Path, name: str) -> None:
     """The next group may never come: a step of fewer groups is the last one."""
     limits = ("train.max_steps=null", "train.time_limit_s=0.1", "rollout.groups_per_step=2")
-    async with a_run(tmp_path, name, *limits) as (runtime, counts):
+    async with a_run(tmp_path, name, *limits) as (runtime, _, counts):
         async with await AsyncClient.attach(name) as client:
             await client.push(0, [scored()])
             with anyio.fail_after(60):
@@ -400,18 +401,10 @@ async def test_a_run_from_yaml_is_fed_by_other_processes_to_its_last_step(tmp_pa
 
 
 EPOCH = 5
-QUICKLY_FED = FED | {"door": {"ring_mib": 2, "producer_mib": 1, "producer_records": 16}}
+QUICKLY_FED = FED | {"door": {"producer_records": 16}}
 # Of a policy that is far from the reference this KL is infinite. No two groups share a microbatch.
 KL = ("algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3", "train.tokens_per_microbatch=20")
 PROMPT = [4] * 12
-
-
-@asynccontextmanager
-async def failing_run(folder: Path, name: str, *overrides: str, **tree: Any) -> AsyncIterator[tuple[Runtime, Any, Any]]:
-    config, counts = config_of(folder, f"door.ring={name}", *overrides, base={**QUICKLY_FED, **tree}), DoorStatistics()
-    async with ring_of(config) as ring, Runtime(config, write=False) as runtime:
-        runtime.start("door", serve, runtime, ring, counts)
-        yield runtime, ring, counts
 
 
 def far(reward: float) -> Scored:
@@ -434,7 +427,7 @@ async def held(name: str) -> int:
 async def test_a_group_whose_loss_is_not_finite_is_dropped_by_name_and_the_run_ends_by_itself(
     tmp_path: Path, name: str
 ) -> None:
-    async with failing_run(tmp_path, name, "train.max_steps=2", *KL) as (runtime, ring, _):
+    async with a_run(tmp_path, name, "train.max_steps=2", *KL, base=QUICKLY_FED) as (runtime, ring, _):
         async with await AsyncClient.attach(name, epoch=EPOCH) as client:
             for group in (0, 1):  # the policy is the reference until the first step
                 await client.push(group, good())
@@ -452,7 +445,7 @@ async def test_a_group_whose_loss_is_not_finite_is_dropped_by_name_and_the_run_e
 async def test_the_second_one_ends_the_run_and_neither_is_met_by_the_next_one(tmp_path: Path, name: str) -> None:
     said = rf"\(group 3 of epoch {EPOCH}\) failed in the step .*before it group \d+ \(group 2 of epoch {EPOCH}\) failed"
     with pytest.raises(DivergenceError, match=said):
-        async with failing_run(tmp_path, name, "train.max_steps=9", *KL) as (runtime, *_):
+        async with a_run(tmp_path, name, "train.max_steps=9", *KL, base=QUICKLY_FED) as (runtime, *_):
             async with await AsyncClient.attach(name, epoch=EPOCH) as client:
                 for group in (0, 1):
                     await client.push(group, good())
@@ -469,7 +462,7 @@ async def test_a_record_that_the_runs_reward_function_cannot_score(tmp_path: Pat
     unscored = [Scored([4, 5, 6], None, [0, 1, 1], prompt_length=1)]
     words = rf"group 2 of epoch {EPOCH}: .*'answer'.*before it, group 0 of epoch {EPOCH}"
     with pytest.raises(RewardError, match=words):
-        run = failing_run(tmp_path, name, "train.max_steps=9", reward=f"{REWARDS}:share")
+        run = a_run(tmp_path, name, "train.max_steps=9", base=QUICKLY_FED | {"reward": f"{REWARDS}:share"})
         async with run as (runtime, ring, counts):
             async with await AsyncClient.attach(name, epoch=EPOCH) as client:
                 await client.push(0, unscored)

@@ -366,11 +366,7 @@ def run_within_a_batch(folder: Path, tree: dict[str, Any], size: int, stops: str
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stops", "sharding", "codes"),
-    [
-        ("1", "fsdp", [143, 143]),
-        ("1", "replicate", [143, 143]),
-        ("none", "replicate", [1, 12]),
-    ],
+    [("1", "fsdp", [143, 143]), ("1", "replicate", [143, 143]), ("none", "replicate", [1, 12])],
     ids=["the sibling is stopped, fsdp", "the sibling is stopped", "the leader fails"],
 )
 def test_a_run_that_ended_within_a_batch_is_resumed_as_one_rank_would_be(

@@ -172,7 +172,7 @@ def test_a_class_that_mixes_the_rows_of_a_batch_is_compared_by_rows_alone(
         assert verdict.path == taken and verdict.chosen is not None
         found = verdict.chosen.distance
         assert found is not None and max(found.logprobs, found.gradients, found.sampler) < 1e-5, str(verdict.chosen)
-        assert verdict.layers == 2
+        assert verdict.probe_layers == 2
 
 
 class ShiftedForCausalLM(LlamaForCausalLM):
@@ -431,7 +431,7 @@ def test_rotary_frequencies_are_those_of_the_longest_row_that_the_run_can_have(
     past = llama(rope_parameters=dict(rope), max_position_embeddings=19)
     verdict = check_run_model(config, past)
     assert verdict.path == FUSED and "rows may grow to 20 tokens, past the original context of 19" in verdict.lines()[1]
-    said = "they must use the rotary frequencies named above"
+    said = "must use the rotary frequencies named above"
     assert any(said in line for line in announcement(config, None, verdict, "", rows=None))
     assert not any(said in line for line in announcement(config, None, verdict, "", rows=9))
     monkeypatch.setattr(gate_trial, "hold_frequencies", lambda module, longest: True)  # as if each row had its own
@@ -534,7 +534,7 @@ def test_check_model_tries_rows_within_the_original_context_and_past_it(capsys: 
     within, past = capsys.readouterr().out.split("rows past 8 tokens:\n")
     fused = "model: LlamaForCausalLM on the fused path"
     assert within.startswith(f"rows of up to 8 tokens:\n{fused}") and "stay" in within
-    assert past.startswith(fused) and "all rows use the frequencies of a row of that length" in past
+    assert past.startswith(fused) and "all rows use the frequencies of a row of " in past
     # A model that is refused past its original context can be trained within it.
     assert cli(["check-model", f"{MODEL}:build_own_scale"]) == 0
     within, past = capsys.readouterr().out.split("rows past 16 tokens: ")

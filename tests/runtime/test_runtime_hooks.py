@@ -138,6 +138,7 @@ async def cancels(*given: Any) -> Any:
         (Hooks(after_advantages=lambda group, values: values[:2]), "expected None or 4 finite float32 numbers"),
         (Hooks(after_advantages=lambda group, values: values * np.nan), "expected None or 4 finite float32 numbers"),
         (Hooks(after_advantages=lambda group, values: values + 1e39), "expected None or 4 finite float32 numbers"),
+        (Hooks(after_advantages=lambda group, values: [10**400] * 4), "expected None or 4 finite float32 numbers"),
         (Hooks(after_advantages=lambda group, values: values.sort()), "read-only"),
     ],
 )

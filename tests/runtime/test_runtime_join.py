@@ -105,7 +105,7 @@ def test_nodes_join_leave_and_die_while_a_run_of_one_rank_goes_on(tmp_path: Path
         assert "done: the run has ended at version 60" in nodes["stays"].output
         # Nodes that are refused say why, and cost the run nothing.
         assert {name: node.wait(60) for name, node in refused.items()} == {"setting": 2, "missing": 2, "stranger": 12}
-        assert "train.lr is a setting of the whole run; a node that joins may set " in refused["setting"].output
+        assert "a node that joins cannot set train.lr, only " in refused["setting"].output
         assert "nowhere.jsonl" in refused["missing"].output
         assert "or has another ASYNCRL_SECRET" in refused["stranger"].output
         assert "which does not know the secret of this run" in run.first.output

@@ -99,7 +99,7 @@ def test_ranks_name_the_one_that_was_killed_or_failed_in_a_collective_and_save_f
     tree = ENDLESS | {"checkpoint": {"every": None, "save_final": True}}
     with start_two(tmp_path, tree, KILLED, size=3, KILLED=f"1 {STEP} {moment}") as (first, lost, third):
         assert lost.wait() == (1 if moment == "fails" else -signal.SIGKILL), lost.output
-        why = "has ended: ArithmeticError: on purpose" if moment == "fails" else "did not say why"
+        why = "has ended: ArithmeticError: on purpose" if moment == "fails" else "gave no reason"
         for each in (first, third):
             assert each.wait() == 12, each.output
             assert f"rank 1 {why}" in each.output, each.output

@@ -230,10 +230,7 @@ def test_a_rank_that_is_killed_ends_the_other_with_an_error(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    [
-        (["model.lora.rank=4"], "lora.rank is 4"),
-        (["train.kind=dry_run", "engine.kind=dry_run"], "no weights to shard"),
-    ],
+    [(["model.lora.rank=4"], "lora.rank is 4"), (["train.kind=dry_run", "engine.kind=dry_run"], "no weights to shard")],
 )
 def test_what_cannot_be_cut_is_refused_with_the_way_out(tmp_path: Path, overrides: list[str], words: str) -> None:
     config = load_config([write_yaml(tmp_path, SHARDED)], overrides)

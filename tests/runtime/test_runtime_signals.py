@@ -113,7 +113,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     process = start(tmp_path, tree)
     process.wait_until(lambda: "stubborn" in process.output, "episode that will not end")
     process.send(signal.SIGTERM)
-    announced = "aborting the open step; another signal after 5 s ends the process"
+    announced = "aborting the open step; SIGINT or SIGTERM after 5 s ends the process"
     process.wait_until(lambda: announced in process.output, "announcement")
     process.send(signal.SIGTERM)  # too soon: it is the same stop, which a launcher sent on
     first = time.monotonic()

@@ -86,7 +86,7 @@ async def test_code_is_blamed_once_a_minute_and_not_for_a_busy_machine(
     thread: Thread, reports: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.telemetry.lag.time", thread)
-    monkeypatch.setattr(BlockSampler, "_processor_delay", thread.delay)
+    monkeypatch.setattr(BlockSampler, "_processor_wait_s", thread.delay)
     recorder, said, looks = Recorder(), list[str](), list[str | None]()
     monkeypatch.setattr(
         "asyncrl.telemetry.lag.top_user_frame", lambda ident: looks.append(top_user_frame(ident)) or looks[-1]

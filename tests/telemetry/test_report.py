@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 import pytest
+from support.device import HostClock
 
 from asyncrl.telemetry.budget import RunBudget
 from asyncrl.telemetry.recorder import Recorder
@@ -34,15 +35,7 @@ from asyncrl.telemetry.trace import write_trace
 EVIL = "</script><script>alert('</pre>')</script><img src=x onerror=alert(1)> & @DATA@ \u2028"
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def simulate_step(recorder: Recorder, clock: Clock, draw: random.Random) -> None:
+def simulate_step(recorder: Recorder, clock: HostClock, draw: random.Random) -> None:
     """A step's worth of closures, waits and coroutine spans on a clock of our own."""
     started = clock.now
     ended = clock.now
@@ -99,7 +92,7 @@ def metrics_of(step: int, steps: int, draw: random.Random) -> dict[str, Any]:
 
 def make_run(directory: Path, steps: int, seed: int = 0) -> None:
     """A run directory with fake but plausible contents."""
-    draw, clock = random.Random(seed), Clock()
+    draw, clock = random.Random(seed), HostClock()
     recorder, account = Recorder(clock), RunBudget()
     recorder.register_lane("cpu")
     (directory / "rollouts").mkdir(parents=True)
@@ -455,7 +448,7 @@ def test_steps_that_wait_for_rewards_are_said(queued: float, words: str) -> None
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        (NONE, "no completion had a reward for 3 steps in a row (every reward function returned None)"),
+        (NONE, "no completion had a reward for 3 steps in a row (every score was None)"),
         (NONE, "the functions find nothing that they apply to"),
         (NONE | {"reward/f/errors": 8.0}, "calls of f failed"),
         (ZERO | {"completions/clipped_ratio": 1.0}, "cut at rollout.max_tokens (of an agent also rollout.max_context)"),

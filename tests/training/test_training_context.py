@@ -5,7 +5,6 @@ Each kind of model and loss makes two updates, and five nightly. Plain cases of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import training_sharded
 from test_training_sharded import SCRIPT, joined, lines
 from training_helpers import tiny_module
 from training_partition import SEQUENCES
-from training_ranks import Ranks, ranks_in
+from training_ranks import Ranks, ranks_in, ranks_of
 from training_sharded import Case
 
 from asyncrl.errors import ConfigError
@@ -25,18 +24,7 @@ from asyncrl.models.paths import PLAIN
 
 ONE_SET = [[0, i % 3] for i in range(SEQUENCES)]
 TWO_SETS = [[i % 2, i % 3 if i % 2 else 0] for i in range(SEQUENCES)]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_in(SCRIPT, tmp_path_factory.mktemp("two"), 2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_in(SCRIPT, tmp_path_factory.mktemp("four"), 4) as ranks:
-        yield ranks
+two, four = ranks_of(SCRIPT, 2), ranks_of(SCRIPT, 4)
 
 
 @pytest.fixture(params=[2, pytest.param(5, marks=pytest.mark.slow)], ids="{} updates".format)

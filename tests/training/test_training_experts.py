@@ -274,7 +274,7 @@ def test_a_forward_in_which_a_router_was_not_told_is_no_step(layers: tuple[int, 
     for layer in layers:
         decoder: Any = core.policy.decoder
         decoder.layers[layer].self_attn._forward_pre_hooks.clear()
-    text = re.escape(f"of 2 layers with experts, {list(layers)} ran without")
+    text = re.escape(f"of 2 layers with experts, numbers {list(layers)} (from 0) ran without")
     core.begin_train_step(LOSS)
     with pytest.raises(RuntimeError, match=text):
         core.train_microbatch(batch)

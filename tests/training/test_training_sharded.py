@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from training_helpers import HEADS, LOSS, MAX_LENGTH, make_group, microbatches, tiny_module, tiny_policy, train_step
 from training_partition import SEQUENCES
-from training_ranks import Ranks, ranks_in
+from training_ranks import Ranks, ranks_in, ranks_of
 from training_sharded import Case
 
 from asyncrl.config.schema import TrainConfig
@@ -32,24 +32,7 @@ from asyncrl.training.passes import unknown_id_error
 from asyncrl.training.sharded import ShardedForward, ShardedTrainer
 
 SCRIPT = str(Path(training_sharded.__file__))
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_in(SCRIPT, tmp_path_factory.mktemp("two"), 2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_in(SCRIPT, tmp_path_factory.mktemp("three"), 3) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_in(SCRIPT, tmp_path_factory.mktemp("four"), 4) as ranks:
-        yield ranks
+two, three, four = (ranks_of(SCRIPT, size) for size in (2, 3, 4))
 
 
 def joined(parts: list[dict[str, Any]], what: str, name: str) -> torch.Tensor:
@@ -104,11 +87,7 @@ OF_THREE = [[(0, 1, 3)[i % 3], i % 2] for i in range(SEQUENCES)]
 
 @pytest.mark.parametrize(
     ("shards", "keep"),
-    [
-        (2, True),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(None, True, marks=pytest.mark.slow),
-    ],
+    [(2, True), pytest.param(2, False, marks=pytest.mark.slow), pytest.param(None, True, marks=pytest.mark.slow)],
 )
 def test_two_copies_of_the_model_and_weights_that_stay_gathered(four: Ranks, shards: int | None, keep: bool) -> None:
     """2 x 2 ranks: the model is cut over two, and gradients are summed over all four."""

@@ -53,16 +53,10 @@ def cut(groups: list, budget: int, seed: int, columns: bool = True) -> list[Micr
 
 
 def run(
-    microbatches: list[Microbatch],
-    loss: Loss,
-    *,
-    policy: object = None,
-    **config: object,
+    microbatches: list[Microbatch], loss: Loss, *, policy: object = None, **config: object
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
     trainer = TorchTrainer(
-        policy or tiny_policy(),
-        TrainConfig(lr=0.1, grad_clip=None, **config),
-        max_completion_length=MAX_LENGTH,
+        policy or tiny_policy(), TrainConfig(lr=0.1, grad_clip=None, **config), max_completion_length=MAX_LENGTH
     )
     result = train_step(trainer, microbatches, loss)
     return result, {name: grad.clone() for name, grad in trainer.policy.flat.named_grads()}

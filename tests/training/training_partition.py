@@ -70,12 +70,7 @@ def step(world: Any, name: str, microbatches: list[Microbatch]) -> dict[str, Any
     name = name.rstrip("?=!")
     loss = build_loss(name) if plain else everything(name, top=0.4 if surveyed else 1.0)
     policy().version = 0
-    trainer = TorchTrainer(
-        policy(),
-        TrainConfig(lr=0.0, grad_clip=None),
-        world,
-        max_completion_length=MAX_LENGTH,
-    )
+    trainer = TorchTrainer(policy(), TrainConfig(lr=0.0, grad_clip=None), world, max_completion_length=MAX_LENGTH)
     result = train_step(trainer, microbatches, loss)
     numbers = {**result.metrics, "loss": result.loss, "tokens": result.tokens, "sequences": result.sequences}
     return {"gradient": trainer.policy.flat.grad.clone(), "numbers": numbers}

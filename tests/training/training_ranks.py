@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import warm
 from ports import reserved_port
@@ -74,3 +75,14 @@ def ranks_in(script: str, folder: Path, size: int) -> Iterator[Ranks]:
             yield ranks
         finally:
             ranks.close()
+
+
+def ranks_of(script: str, size: int) -> Any:
+    """A fixture: so many ranks, which live as long as the module."""
+
+    @pytest.fixture(scope="module")
+    def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+        with ranks_in(script, tmp_path_factory.mktemp("ranks"), size) as made:
+            yield made
+
+    return ranks

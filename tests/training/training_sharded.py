@@ -19,15 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_helpers import (
-    MAX_LENGTH,
-    everything,
-    make_group,
-    tiny_module,
-    train_step,
-    with_columns,
-    with_routes,
-)
+from training_helpers import MAX_LENGTH, everything, make_group, tiny_module, train_step, with_columns, with_routes
 from training_partition import groups, part
 
 from asyncrl.algorithms.base import Loss

@@ -69,7 +69,7 @@ async def test_a_late_group_holds_up_nothing_but_its_own_bytes(name: str) -> Non
             assert d.record.group == group and whole(d.record)
             d.release()
         assert whole(first.record)
-        assert ring.statistics().passed_over >= 10
+        assert ring.statistics().skipped_slots >= 10
         first.release()
 
 
@@ -228,7 +228,7 @@ def test_a_reader_that_lags_takes_no_passed_over_position_for_a_torn_one() -> No
     reader.release(*first)
     assert writer.try_put(planned(3))  # position 4: the slot of position 2, which nobody has looked at yet
     assert [reader.take(*one).group for one in reader.poll()] == [2, 3]
-    assert (reader.passed_over, reader.lost) == (1, 0)
+    assert (reader.skipped_slots, reader.lost) == (1, 0)
 
 
 def empty_ring(slots: int, payload: int) -> tuple[RingWriter, RingReader, RingMemory]:
@@ -249,7 +249,7 @@ def test_slots_that_were_released_are_not_passed_over_for_ever() -> None:
         assert writer.try_put(planned(group))
         ((slot, sequence),) = reader.poll()
         reader.release(slot, sequence)
-    assert reader.passed_over <= 16
+    assert reader.skipped_slots <= 16
 
 
 def test_a_head_that_goes_back_or_leaps_is_damage_and_no_more() -> None:
@@ -329,18 +329,15 @@ async def test_a_producer_is_not_carried_over_a_fork(name: str) -> None:
         assert (await asyncio.to_thread(os.waitpid, pid, 0))[1] == 0
 
 
-def test_settings_and_states(name: str) -> None:
-    async def main() -> Any:
-        ring = RecordRing(name, SMALL)
-        with pytest.raises(LifecycleError, match="not open"):
-            ring.get_nowait()
-        async with ring:
-            pass
-        with pytest.raises(LifecycleError, match="opened before"):
-            await ring.__aenter__()
-        assert [d async for d in ring] == []
-
-    asyncio.run(main())
+async def test_settings_and_states(name: str) -> None:
+    ring = RecordRing(name, SMALL)
+    with pytest.raises(LifecycleError, match="not open"):
+        ring.get_nowait()
+    async with ring:
+        pass
+    with pytest.raises(LifecycleError, match="opened before"):
+        await ring.__aenter__()
+    assert [d async for d in ring] == []
 
 
 @settings(max_examples=100, deadline=None)

@@ -54,22 +54,18 @@ def overwrite(name: str, at: int, content: bytes) -> None:
         file.write(content)
 
 
-def taken_by_the_next_owner(name: str) -> tuple[list[int], list[str]]:
+async def taken_by_the_next_owner(name: str) -> tuple[list[int], list[str]]:
     """The groups that an owner gets and releases, and what it says of damage."""
-
-    async def own() -> tuple[list[int], list[str]]:
-        async with RecordRing(name, SMALL) as ring:
-            taken = []
-            with contextlib.suppress(anyio.WouldBlock):
-                while True:
-                    taken.append(ring.get_nowait())
-            assert all(whole(delivery.record) for delivery in taken)
-            assert ring.statistics().damaged == len(ring.damage)
-            for delivery in taken:
-                delivery.release()
-            return groups(taken), list(ring.damage)
-
-    return asyncio.run(own())
+    async with RecordRing(name, SMALL) as ring:
+        taken = []
+        with contextlib.suppress(anyio.WouldBlock):
+            while True:
+                taken.append(ring.get_nowait())
+        assert all(whole(delivery.record) for delivery in taken)
+        assert ring.statistics().damaged == len(ring.damage)
+        for delivery in taken:
+            delivery.release()
+        return groups(taken), list(ring.damage)
 
 
 @pytest.mark.parametrize(("place", "words"), [(4096 + 9, "no ring"), (20, "CRC32")], ids=["the ring", "its segment"])
@@ -80,11 +76,11 @@ def test_a_damaged_ring_is_renamed_shown_and_not_cleared_without_a_word(
     ring = parts_of(name, "ring")[0]
     overwrite(ring, place, b"x")
     before = Path(path_of(ring)).read_bytes()
-    found, said = taken_by_the_next_owner(name)
+    found, said = asyncio.run(taken_by_the_next_owner(name))
     assert found in ([0, 1], [10, 11])
     (damaged,) = parts_of(name, "ring", "damaged")
     assert len(said) == 1 and words in said[0] and ring in said[0] and damaged in said[0]
-    found, said = taken_by_the_next_owner(name)
+    found, said = asyncio.run(taken_by_the_next_owner(name))
     assert not found and len(said) == 1 and damaged in said[0] and "kept until" in said[0]
     (entry,) = [entry for entry in inventory() if entry.name == name]
     assert entry.records == 0 and damaged in entry.problem
@@ -97,7 +93,7 @@ def test_a_damaged_ring_is_renamed_shown_and_not_cleared_without_a_word(
 def test_a_name_whose_header_is_damaged_costs_no_record(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(left_by_two(name))
     overwrite(name, 20, b"x")
-    found, said = taken_by_the_next_owner(name)
+    found, said = asyncio.run(taken_by_the_next_owner(name))
     assert sorted(found) == [0, 1, 10, 11] and len(said) == 1 and "CRC32" in said[0]
     assert main(["shm"]) == 0
     assert f"{name}: " in capsys.readouterr().out
@@ -152,39 +148,32 @@ def address_of(name: str) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is needed")
-def test_an_address_that_another_user_took_after_the_owners_death_is_nobodys(name: str) -> None:
-    async def scene() -> None:
-        process = child(OWNER, name)
-        await asyncio.to_thread(line, process)
-        producer = await AsyncProducer.attach(name)
-        await producer.put(planned(0))
-        address = address_of(name)
-        process.kill()
-        finish(process)
-        with living(STRANGER, address[1:]) as stranger:
-            assert await asyncio.to_thread(line, stranger) == "bound"
-            await producer.put(planned(1))  # accepted, as while nobody owns the ring
-            assert not producer.statistics().attached
-            async with RecordRing(name, SMALL) as ring:
-                assert address_of(name) != address
-                await producer.put(planned(2))
-                taken = [await ring.get() for _ in range(3)]
-                assert groups(taken) == [0, 1, 2] and producer.statistics().attached
-                await producer.close()
-                drop(ring)
-
-    asyncio.run(scene())
+async def test_an_address_that_another_user_took_after_the_owners_death_is_nobodys(name: str) -> None:
+    process = child(OWNER, name)
+    await asyncio.to_thread(line, process)
+    producer = await AsyncProducer.attach(name)
+    await producer.put(planned(0))
+    address = address_of(name)
+    process.kill()
+    finish(process)
+    with living(STRANGER, address[1:]) as stranger:
+        assert await asyncio.to_thread(line, stranger) == "bound"
+        await producer.put(planned(1))  # accepted, as while nobody owns the ring
+        assert not producer.statistics().attached
+        async with RecordRing(name, SMALL) as ring:
+            assert address_of(name) != address
+            await producer.put(planned(2))
+            taken = [await ring.get() for _ in range(3)]
+            assert groups(taken) == [0, 1, 2] and producer.statistics().attached
+            await producer.close()
+            drop(ring)
 
 
-def test_addresses_of_owners_cannot_be_told_from_earlier_ones(name: str) -> None:
-    async def numbers() -> list[int]:
-        found = []
-        for _ in range(8):
-            ring = RecordRing(name, SMALL)
-            await ring.__aenter__()
-            found.append(int(address_of(name).rpartition("/")[2]) >> 20)
-            ring.close()
-        return found
-
-    found = asyncio.run(numbers())
+async def test_addresses_of_owners_cannot_be_told_from_earlier_ones(name: str) -> None:
+    found = []
+    for _ in range(8):
+        ring = RecordRing(name, SMALL)
+        await ring.__aenter__()
+        found.append(int(address_of(name).rpartition("/")[2]) >> 20)
+        ring.close()
     assert len(set(found)) == 8 and max(found) > 2**36

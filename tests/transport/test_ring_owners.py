@@ -266,7 +266,7 @@ async def test_the_next_owner_hears_of_a_put_that_took_the_last_one_for_alive(na
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_record(
+async def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_record(
     name: str, synchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = producer_module.ProducerCore.try_attach, []
@@ -275,27 +275,24 @@ def test_an_owner_that_comes_between_the_look_for_one_and_the_put_gets_the_recor
         calls.append(core)
         return None if len(calls) == 1 else real(core, deadline)  # the first look came just too early
 
-    async def main() -> None:
-        producer = await _after_a_killed_owner(name)
-        await producer.put(planned(9))  # it hears that the owner is gone
-        async with RecordRing(name, SMALL) as ring:
-            for _ in range(2):
-                (await ring.get()).release()
-            monkeypatch.setattr(producer_module.ProducerCore, "try_attach", late)
-            if synchronous:
-                blocking = Producer(name)
-                vars(blocking).update({**vars(producer), "_lock": blocking._lock})
-                await asyncio.to_thread(blocking.put, planned(1))
-                vars(producer).update({**vars(blocking), "_lock": producer._lock})
-            else:
-                await producer.put(planned(1))
-            with anyio.fail_after(10):
-                delivery = await ring.get()
-            assert delivery.record.group == 1 and len(calls) == 2
-            delivery.release()
-            await producer.close()
-
-    asyncio.run(main())
+    producer = await _after_a_killed_owner(name)
+    await producer.put(planned(9))  # it hears that the owner is gone
+    async with RecordRing(name, SMALL) as ring:
+        for _ in range(2):
+            (await ring.get()).release()
+        monkeypatch.setattr(producer_module.ProducerCore, "try_attach", late)
+        if synchronous:
+            blocking = Producer(name)
+            vars(blocking).update({**vars(producer), "_lock": blocking._lock})
+            await asyncio.to_thread(blocking.put, planned(1))
+            vars(producer).update({**vars(blocking), "_lock": producer._lock})
+        else:
+            await producer.put(planned(1))
+        with anyio.fail_after(10):
+            delivery = await ring.get()
+        assert delivery.record.group == 1 and len(calls) == 2
+        delivery.release()
+        await producer.close()
 
 
 def state_of(pid: int) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import uvloop
 import warm
@@ -36,7 +37,7 @@ def child(program: str, *arguments: str, **extra: str) -> subprocess.Popen[str]:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def living(program: str, *arguments: str, **extra: str) -> Iterator[subprocess.Popen[str]]:
     """A `child` that does not outlive the block."""
     with child(program, *arguments, **extra) as process:
@@ -73,6 +74,23 @@ async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  what is waited for has no event
             await asyncio.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def running(word: str) -> list[int]:
+    """Numbers of the processes with `# word` in their command line, guards included."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and f"# {word}".encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
 
 
 def own_name(request: pytest.FixtureRequest) -> Iterator[str]:

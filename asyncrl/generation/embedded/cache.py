@@ -3,8 +3,8 @@
 One buffer is allocated at the start and never grows: `[layers, 2, rows, K, positions, D]`, where rows x positions is at most the
 budget of the engine (`engine.kv_positions`) and a row is at least as long as the longest sequence needs. A longer sequence, or
 more sequences, change that shape (`fit`) and move the cached positions. Running sequences occupy rows [0..n) without holes,
-so a decode step attends over a view of the buffer: nothing is gathered, nothing is expanded for grouped heads (the G = H / K
-queries that share a key head are G query positions of one attention call).
+so a decode step without attention terms (plans.py) attends over a view of the buffer, without copies. Nothing is expanded for
+grouped query heads: the query heads that share a key head are query positions of one attention call.
 
 Where a kernel for ragged rows reads the cache (on a GPU), the buffer is `[layers, 2, rows, positions, K, D]`, as that kernel
 requires. Other code reads a transposed view with the dimensions in the usual order.
@@ -31,7 +31,7 @@ from asyncrl.types import Int64Array
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Sizes of one cache. `positions`: length of a row now, the longest context that a row can hold."""
+    """Sizes of one cache. `positions`: of each row, so a row holds a sequence of at most this length."""
 
     layers: int
     rows: int
@@ -45,7 +45,7 @@ class CacheShape:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU unused pages never become resident: numpy asks the system for zeros, torch writes them."""
+    """Zeros. On a CPU unused pages never become resident: numpy asks the system for zeros, torch would write them."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
@@ -55,19 +55,19 @@ class KVCache:
     """The buffer, its views, and moves of its rows. Only the lane may use it."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
-        self.total_positions = shape.rows * shape.positions  # of all rows, whatever their shape
+        self.total_positions = shape.rows * shape.positions  # limit for all rows together
         self._planes = _lazy_zeros(
             (shape.layers, 2, self.total_positions * shape.heads * shape.head_size), dtype, device
         )
-        self.kernel = kernel_for(device, dtype, shape.head_size)
+        self.ragged_kernel = kernel_for(device, dtype, shape.head_size)
         self._set_shape(shape)
         # The native kernel reads only the positions that a row has, so it needs no masks.
-        self.native = native.attends(shape.head_size, self._planes)
+        self.has_native_kernel = native.attends(shape.head_size, self._planes)
 
     def _set_shape(self, shape: CacheShape) -> None:
         self.shape = shape
         rows = self._planes[..., : shape.rows * shape.heads * shape.positions * shape.head_size]
-        if self.kernel is None:
+        if self.ragged_kernel is None:
             self.data: Tensor = rows.unflatten(2, (shape.rows, shape.heads, shape.positions, shape.head_size))
             flat = rows.unflatten(2, (-1, shape.head_size))  # [rows * K * positions, D] of each layer
         else:
@@ -81,10 +81,8 @@ class KVCache:
 
     def fit(self, rows: int, longest: int, preferred: int, cached_n: Int64Array) -> None:
         """Change the shape if it has no room for `rows` rows of `longest` positions. Errors: ValueError beyond `total_positions`.
-
-        `preferred`: rows get at least this length while there is room, so that the shape seldom changes. `cached_n`: positions that
-        each of the first rows holds. They are copied to their new places, the keys or values of one layer at a time.
-        """
+        `preferred`: rows get at least this length while there is room, so that the shape seldom changes. `cached_n`: number of
+        positions that each of the first rows holds. They are copied to their new places, keys or values of one layer at a time."""
         shape = self.shape
         if rows <= shape.rows and longest <= shape.positions:
             return
@@ -113,7 +111,7 @@ class KVCache:
             self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
     def swap_rows(self, row: int, other: int, length: int, other_length: int) -> None:
-        """Swap two rows. `length` and `other_length`: how many positions each holds, perhaps none."""
+        """Swap two rows. `length` and `other_length`: how many positions each of them holds; 0: the row is empty."""
         if not length:
             row, other, length, other_length = other, row, other_length, length
         saved = self.data[:, :, other, :, :other_length].clone()

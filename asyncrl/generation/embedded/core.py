@@ -1,21 +1,22 @@
 """The embedded engine's computation on the lane, in two kinds of closures:
 
-    prefill(): computes keys and values of at most `prefill_tokens` known tokens, packed
+    prefill(): computes keys and values of at most `prefill_tokens` known tokens (prompt tokens and sampled tokens), packed
     decode():  samples one token for every running sequence; the input is the last known token of each
 
 A sequence can decode when the cache holds all its known tokens but the last. Until then the sequence needs prefill: a new
-sequence for its prompt, and with `kv_after_update: recompute` every sequence for all its tokens after a weight update.
+sequence, and after a weight update a sequence without sampled tokens, or with `kv_after_update: recompute` every sequence.
 
 Versions: each closure reads `policy.version` at its start, and all its tokens get that version. The lane runs one closure at a
 time, so the weights cannot change before the closure's end.
 
-Shared prompts: sequences with equal `prefix_key` have equal prompts. The keys and values of the prompt are computed once per
-(key, version). The other sequences copy them from the row of a running sequence.
+Shared prompts: sequences with equal `prefix_key` have equal prompts. While one of them runs, the keys and values of the prompt are
+computed once per version. The other sequences copy these keys and values from the row of a running sequence.
 
-Sessions: the row of a finished request is kept until the next request of its session, which computes only the tokens behind the
-longest common beginning. If that request needs only a part of a kept row, or of the row of a running request, the part is copied.
-Kept rows are dropped, oldest first, where running sequences need rows or positions. A prefix that is more than `kept_max_age`
-versions old is computed again. So is a prefix of an older version without a sampled token, because no token tells its age.
+Sessions: the row of a finished request is kept for the session's next request, which computes only the tokens after the longest
+common beginning of its prompt and a row of the session. If it needs only a part of a kept row, it copies the part, or takes the row
+over if a copy has no room. From a running request's row it copies. Kept rows are dropped, oldest first, where running sequences
+need rows or positions. A prefix is computed again if it is more than `kept_max_age` versions old. A prefix without a sampled token
+is computed again after each change of the version, because no token tells its age.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from .plans import DecodePlan, ExtendPlan, PromptPiece
 from .sampling import Sampled, Sampler
 from .sequences import PrefixKey, Sequences
 
-# Rows for which the LM head computes logits at a time. If no sampling filter is set, no other logits [rows, V] are in memory.
+# The LM head computes the logits of this many rows at a time. They are freed before the next rows, unless a filter needs a sort.
 HEAD_ROWS = 128
 
 
@@ -72,7 +73,7 @@ class Core:
         recompute: bool,
         kept_max_age: int | None = None,
     ) -> None:
-        """`recompute`: see `kv_after_update`. `kept_max_age`: see the module docstring; None: no row is kept for its session."""
+        """`recompute`: whether `kv_after_update` is `recompute`. `kept_max_age`: see the module docstring; None: no row is kept."""
         self.policy = policy
         self.cache = cache
         self.sequences = sequences
@@ -132,7 +133,7 @@ class Core:
 
     def _find_prefix(self, request: GenerationRequest) -> tuple[int, int]:
         """The slot of the request's session whose cache has the longest usable beginning of the prompt, and the length of that
-        beginning. The length is 0 if there is none."""
+        beginning (0: none is usable). Drops kept rows of the session that are too old."""
         # The longest beginning so far: its length, whether it is a whole kept row, its slot.
         columns, best = self.sequences, (0, False, -1)
         if request.session is None or self.kept_max_age is None:
@@ -151,7 +152,7 @@ class Core:
         return best[2], best[0]
 
     def _is_usable(self, length: int, oldest: int, first_sampled: int) -> bool:
-        """Whether a request may go on with a cached prefix of this length. See the module docstring."""
+        """Whether a request may use this cached prefix, see the module docstring. `oldest`, `first_sampled`: see `Sequences`."""
         age = self.version - oldest
         return age == 0 or (self.kept_max_age is not None and age <= self.kept_max_age and length > first_sampled)
 
@@ -176,7 +177,7 @@ class Core:
         self.sequences.moves.clear()
 
     def remove(self, slot: int, *, keep_row: bool = False) -> None:
-        """Free the slot. `keep_row`: keep the row if the request has a session."""
+        """Remove a finished or aborted sequence. `keep_row`: keep slot and row if the request has a session."""
         columns, key = self.sequences, self.sequences.prefix_key[slot]
         if key is not None and (holders := self._holders.get(key)) is not None:
             holders.discard(slot)
@@ -191,7 +192,8 @@ class Core:
     # -- on the lane --------------------------------------------------------------------------------------------------
 
     def sync(self) -> int:
-        """Make the pending changes and prepare for a new version. Every closure begins with this. Returns the version."""
+        """Make the pending changes. After a change of the version, mark the tokens that must be computed again as not cached.
+        `prefill` and `decode` call this first. Returns the version."""
         version = self.policy.version
         for change in self._pending_changes:
             change()
@@ -204,18 +206,18 @@ class Core:
             columns = self.sequences
             slots = columns.running_slots
             # Without `recompute`, only a prompt without sampled tokens is computed again. So versions of tokens tell which weights
-            # made a cache entry: for the prompt the first sampled token's version, for a sampled token the next token's version.
-            stale = slots if self.recompute else slots[columns.length[slots] == columns.prompt[slots]]
+            # made a cache entry: of a prompt (without a reused prefix) the first sampled token's, of a sampled token the next's.
+            stale = slots if self.recompute else slots[columns.length[slots] == columns.prompt_length[slots]]
             for slot in stale.tolist():
                 columns.keep_first_routes(slot)
                 reused = int(columns.reused[slot])
                 if not self._is_usable(reused, int(columns.oldest[slot]), int(columns.first_sampled[slot])):
-                    reused, columns.first_sampled[slot] = 0, columns.prompt[slot]
+                    reused, columns.first_sampled[slot] = 0, columns.prompt_length[slot]
                 columns.cached[slot] = columns.reused[slot] = reused
         return version
 
     def _fit(self, rows: int, longest: int) -> Callable[[], None]:
-        """A function that gives the cache `rows` rows of `longest` positions (within the budget), and moves the rows in use now."""
+        """Returns a function that makes room in the cache for `rows` rows of `longest` positions, and moves the rows in use now."""
         columns = self.sequences
         preferred = min(columns.max_context, self.cache.total_positions // columns.capacity)
         return partial(self.cache.fit, rows, longest, preferred, columns.cached[columns.occupied_slots])
@@ -252,7 +254,7 @@ class Core:
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
 
     def _hidden(self, slots: Int64Array, position: Int64Array) -> tuple[Tensor, Routes | None]:
-        """Hidden states [n, E] of the last known token of each slot [n], and its routes. `position` [n]: the token's index."""
+        """Hidden states [n, E] of the last known tokens of `slots` [n], at `position` [n], and their routes. None: not recorded."""
         columns, device = self.sequences, self.cache.device
         tokens = columns.tokens[slots, position]
         if self.graphs is not None and columns.routes is None:
@@ -272,18 +274,18 @@ class Core:
         return Sampled.read(parts)
 
     def _plan_pieces(self) -> list[PromptPiece]:
-        """The pieces to compute now, at most `prefill_tokens` tokens, in the order of rows. Copies the prompts that are ready."""
+        """Copy the prompts that another row holds. Returns the pieces to compute now: at most `prefill_tokens` tokens."""
         columns, budget = self.sequences, self.prefill_tokens
         slots = columns.running_slots
         pieces: list[PromptPiece] = []
         computing: set[PrefixKey] = set()  # prompts that a piece of this closure computes
         for slot in slots[columns.cached[slots] < columns.length[slots] - 1].tolist():
             key = columns.prefix_key[slot]
-            if key is not None and columns.cached[slot] < columns.prompt[slot] - 1:
+            if key is not None and columns.cached[slot] < columns.prompt_length[slot] - 1:
                 if key in self._holders:
                     self._copy_prefix(slot, key)
                 elif key in computing:
-                    continue  # copied from that piece's row later
+                    continue  # `_copy_new_prefixes` copies the prompt
                 else:
                     computing.add(key)
             start = int(columns.cached[slot])
@@ -312,20 +314,20 @@ class Core:
             self._register_holder(piece.slot)
 
     def _store_prompt_routes(self, pieces: list[PromptPiece], routes: Routes) -> None:
-        """Store the routes of prompt tokens. Sampled tokens that are recomputed keep the routes of their sampling. Before a prompt
-        is recomputed, `Sequences.keep_first_routes` copies the prompt's first routes for the result."""
+        """Store the routes (chosen experts) of prompt tokens. Recomputed sampled tokens keep the routes of their sampling. Before a
+        prompt is recomputed, `Sequences.keep_first_routes` copies the prompt's first routes for the result."""
         columns, computed, start = self.sequences, routes.numpy(), 0
         assert columns.routes is not None
         for piece in pieces:
-            count = min(piece.length, int(columns.prompt[piece.slot]) - 1 - piece.start)
+            count = min(piece.length, int(columns.prompt_length[piece.slot]) - 1 - piece.start)
             if count > 0:
                 columns.routes[piece.slot, piece.start : piece.start + count] = computed[start : start + count]
             start += piece.length
 
     def _register_holder(self, slot: int) -> None:
-        """If the row of `slot` holds its complete prompt, let other sequences copy it."""
+        """If the row of `slot` holds its prompt without the last token, let other sequences copy it."""
         columns = self.sequences
-        key, length = columns.prefix_key[slot], int(columns.prompt[slot]) - 1
+        key, length = columns.prefix_key[slot], int(columns.prompt_length[slot]) - 1
         if key is not None and length > 0 and columns.cached[slot] >= length:
             self._holders.setdefault(key, set()).add(slot)
 
@@ -333,14 +335,14 @@ class Core:
         """Copy prompts that this closure has completed into the rows of sequences with the same prompt."""
         columns = self.sequences
         slots = columns.running_slots
-        for slot in slots[columns.cached[slots] < columns.prompt[slots] - 1].tolist():
+        for slot in slots[columns.cached[slots] < columns.prompt_length[slots] - 1].tolist():
             key = columns.prefix_key[slot]
             if key is not None and key in self._holders:
                 self._copy_prefix(slot, key)
 
     def _copy_prefix(self, slot: int, key: PrefixKey) -> None:
         columns, holders = self.sequences, self._holders[key]
-        holder, length = next(iter(holders)), int(columns.prompt[slot]) - 1
+        holder, length = next(iter(holders)), int(columns.prompt_length[slot]) - 1
         self.cache.copy_row(int(columns.row_of[holder]), int(columns.row_of[slot]), length)
         if columns.routes is not None:
             columns.routes[slot, :length] = columns.routes[holder, :length]

@@ -1,8 +1,7 @@
 """Continuous batching over a model in this process: the trainer's own model, or a worker's.
 
-The owner task keeps the decode batch full. It admits a waiting request if a row is free and the budget of cached positions has room
-for prompt and completion, so no sequence is preempted. On a GPU a request may wait for others (`owner.py`). Prefill runs before the
-next decode step. Training closures have a higher priority on the lane.
+The owner task (`owner.py`) admits a request only if the cache has room for prompt and completion, so no sequence is preempted.
+Prefill runs before the next decode step. Training closures have a higher priority on the lane.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def open_core(
     record_routes: bool = False,
     kept_max_age: int | None = None,
 ) -> Core | PlainCore:
-    """The running batch for the policy's `ModelPath`. The parameters are those of `EmbeddedEngine`. Errors: ConfigError if routes
-    are to be recorded and the model has no experts."""
+    """The running batch for the policy's `ModelPath`. `recompute`, `kept_max_age`: see `Core`. The other parameters are those of
+    `EmbeddedEngine`. Errors: ConfigError for `record_routes` if the model's routes cannot be recorded."""
     routes = None
     if record_routes:
         routes = require_routing(policy.routing, policy.module, "routes of experts are to be recorded").shape
@@ -84,7 +83,7 @@ class EmbeddedEngine(OwnedEngine):
     prefill_tokens: limit of one prefill closure. kv_after_update: whether running sequences keep or recompute their cached
     keys and values when the version changes. kept_prefix_max_age: largest age, in versions, of the cached prefix with which the
     next request of a session goes on; 0: no row is kept. record_routes: generations contain the experts of each token.
-    eos: ids of all tokens that end a completion; None: those of the tokenizer and the model.
+    eos: ids of the tokens that end a completion, unless a request ignores them; None: those of the tokenizer and the model.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class EmbeddedEngine(OwnedEngine):
         check_tokens(request, self._vocabulary, self.tokenizer is not None)
 
     def statistics(self) -> dict[str, float]:
-        """See the base class. Since the start: `prefill_tokens` computed, and `copied_tokens` copied from a shared prompt. At
+        """See the base class. Also, since the start: `prefill_tokens` computed, and `copied_tokens` copied from a shared prompt. At
         present: `kept_rows`, which are kept for the next request of a session."""
         core = self._core
         if core is None:
@@ -195,7 +194,8 @@ class EmbeddedEngine(OwnedEngine):
         columns, generation = core.sequences, core.sequences.generation
         for slot in reasons:
             if reused := int(columns.reused[slot]):
-                self._count_reused(reused, int(columns.versions[slot, columns.prompt[slot]] - columns.oldest[slot]))
+                first_version = columns.versions[slot, columns.prompt_length[slot]]
+                self._count_reused(reused, int(first_version - columns.oldest[slot]))
         return [(self._running[slot], generation(slot, reason, strings.get(slot))) for slot, reason in reasons.items()]
 
     async def _refresh(self) -> int:
@@ -204,7 +204,7 @@ class EmbeddedEngine(OwnedEngine):
     # -- weights.sync.BoardEngine -------------------------------------------------------------------------------------
 
     def move_to(self, half: Tensor, version: int) -> None:
-        """Let the modules read the half in place. On a CPU the first step after the move packs the weights."""
+        """Let the modules read the weights in `half` of the board. On a CPU the first step after the move packs the weights."""
         self.policy.flat.move_to(half)
         self.policy.version = version
 

@@ -3,8 +3,8 @@
 A graph is captured when its bucket, a number of rows, is first needed. Later steps copy their tokens and positions into the graph's
 input tensor and replay the graph. A graph stores addresses, not values:
 
-* A graph reads the weights in place, so it computes with a new version in the same buffer. Another buffer needs another
-  graph. The fused model holds copies of some biases, joined into one tensor; each replay first copies these biases again.
+* If a new version is written into the same buffer, the graph computes with the new version. Another buffer needs another graph.
+* The fused model holds copies of some biases, joined into one tensor. These copies are renewed before each replay.
 * The cache indices of the rows are among a graph's inputs, so rows may move.
 * A graph keeps the decoder's scratch buffers alive, because a larger batch may replace them later.
 
@@ -33,12 +33,12 @@ from .plans import DecodePlan
 
 logger = logging.getLogger("asyncrl.generation")
 
-# Buckets are powers of two below this number of rows, and its multiples above.
+# Buckets are the powers of two below this number of rows, and from there on the multiples of this number.
 _BUCKET_ROWS = 16
-# Steps before a capture. At their first calls libraries allocate memory, and a graph cannot contain the allocation.
+# How often a step runs before its capture. In the first runs libraries allocate memory, which a capture does not allow.
 _WARM_UP = 2
-# Calls a computation at least once, to record it. Returns its output tensor, without a valid result yet, and a function that
-# computes the result into that tensor.
+# Calls a computation at least once, to record it. Returns the output tensor, without a valid result yet, and a function that
+# runs the computation again into that tensor.
 Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
@@ -78,12 +78,12 @@ class DecodeGraphs:
         self.policy, self.cache, self._longest = policy, cache, longest
         self._capture = capture
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
-        self._linears_with_joined_biases = [linear for linear in policy.products if len(linear.biases) > 1]
+        self._linears_with_joined_biases = [linear for linear in policy.products if len(linear.bias_indices) > 1]
         self.failed = False
 
     @classmethod
     def of(cls, policy: Any, cache: KVCache, longest: int) -> DecodeGraphs | None:
-        """None without CUDA, or if decode steps cannot be captured. The reason is then logged."""
+        """None without CUDA. Also None, with a reason in the log, if decode steps cannot be captured."""
         if cache.device.type != "cuda":
             return None
         reason = why_not_captured(policy, cache)
@@ -93,8 +93,8 @@ class DecodeGraphs:
         return cls(policy, cache, longest, CudaCapture(cache.device))
 
     def hidden(self, tokens_n: Int64Array, position_n: Int64Array, kept_k: Int64Array) -> Tensor | None:
-        """Tokens and positions [n] on the host -> hidden states [n, E], which the next call overwrites. None: a capture failed.
-        `kept_k`: number of cached tokens of each kept row, [n..n + k)."""
+        """Tokens and positions [n] on the host -> hidden states [n, E], which the next call overwrites. None: this or an earlier
+        capture failed. `kept_k` [k]: number of cached tokens of each kept row. Kept rows are behind the n running rows."""
         if self.failed:
             return None
         count = tokens_n.size
@@ -139,8 +139,8 @@ class DecodeGraphs:
 def why_not_captured(policy: Any, cache: KVCache) -> str | None:
     """Why decode steps cannot be captured. None: they can, because steps with equal numbers of rows launch the same kernels."""
     fused = getattr(policy, "fused", None)
-    if cache.kernel is None:
-        return f"there is no kernel for ragged rows of {cache.data.dtype}"
+    if cache.ragged_kernel is None:
+        return f"there is no kernel for ragged rows of {cache.data.dtype} with heads of size {cache.data.shape[-1]}"
     if fused is None:
         return "the model's own code computes the layers"
     if not all(isinstance(layer.mlp, Mlp) for layer in fused.layers):

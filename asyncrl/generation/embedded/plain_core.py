@@ -1,12 +1,12 @@
-"""The running batch of a model on the plain path: with the forward and the cache of transformers, so it works for any model.
+"""The running batch of a model on the plain path. The forward and the cache are those of transformers.
 
-Sequences of equal length that are prefilled together form a *cohort*. A cohort has one cache, no padding, and one forward a token.
-The members of a group usually form one cohort. If rows must not share a forward (`ModelPath.padded` is false), each sequence is a
-cohort of its own.
+Sequences of equal length that are prefilled together form a *cohort*. A cohort has one cache, no padding, and one forward for each
+token. The members of a group can form one cohort. If rows must not share a forward (`ModelPath.padded` is false), each sequence
+is a cohort of its own.
 
-When a sequence ends, its row is removed from the cohort's cache. If the cache cannot remove rows, it is dropped, and the other
-sequences are prefilled again. This module does not know what a cache contains: keys and values, convolution states, windows. If the
-model has no correct cache (`ModelPath.cached` is false), each token costs a forward over all tokens of the sequence.
+When a sequence ends, its row is removed from the cohort's cache. If the cache cannot remove rows, the cache is dropped, and the
+other sequences are prefilled again. This module does not know what a cache contains: keys and values, or other states. If the model
+has no correct cache (`ModelPath.cached` is false), each token costs a forward over all tokens of the sequence.
 
 After each weight update all caches are rebuilt. The run refuses `kv_after_update: keep` on this path.
 
@@ -89,7 +89,7 @@ class PlainCore:
     # -- on the lane --------------------------------------------------------------------------------------------------
 
     def sync(self) -> int:
-        """Remove ended rows from the caches, or drop the caches after a weight update. Every closure calls this first."""
+        """Remove ended rows from the caches. After a weight update, drop all caches. `prefill` and `decode` call this first."""
         for cohort in [cohort for cohort in self._cohorts if cohort.removed]:
             self._remove_rows(cohort)
         if self.policy.version != self.version:
@@ -99,7 +99,7 @@ class PlainCore:
         return self.version
 
     def prefill(self) -> int:
-        """Build caches for sequences that have none, one cache per length. Returns the number of computed tokens."""
+        """Build caches for sequences without one; one call makes one cohort of a length. Returns the number of computed tokens."""
         disable_training(self.policy)
         total = 0
         with torch.no_grad():
@@ -145,7 +145,7 @@ class PlainCore:
             return {}
         module: Any = self.policy.module
         state: dict[str, Any] = {"use_cache": True}
-        # Prefill needs no logits. Without this the model would compute them for all tokens of the prompt.
+        # For code of models that reads this argument. The decoder itself computes no logits.
         if module._supports_logits_to_keep():
             state["logits_to_keep"] = 1
         if length:

@@ -1,8 +1,9 @@
-"""The two attention plans over the embedded engine's cache: decode (one token for each running row) and extend (pieces of rows).
+"""The attention plans over the embedded engine's cache. A plan serves one forward: it computes the attention of each layer.
 
-If the cache has a kernel for ragged rows, a plan calls that kernel once in each layer. The kernel computes windows, but no
-capped scores and no sinks. A layer with *terms* (a window shorter than a row, capped scores, sinks) that no kernel computes reads
-only the band of positions that its rows see (`models.attention.general`).
+`DecodePlan`: one token for each running row. `ExtendPlan`: pieces of rows (prefill). If the cache has a kernel for ragged rows (of
+several lengths), a plan calls it once in each layer. This kernel takes sliding windows, but no soft-capped scores and no sinks.
+A layer with *terms* (a window shorter than a row, soft-capped scores, sinks) that no kernel computes reads only the band of
+positions that its rows see (`models.attention.general`).
 
 Shape legend: T packed tokens, H query heads, K key/value heads, D head size, n running rows.
 """
@@ -25,15 +26,15 @@ from asyncrl.types import Int64Array
 
 from .cache import KVCache
 
-# A product with terms reads at most this many bytes of float32 keys. bfloat16 keys are copied to float32, and must fit CPU caches.
+# Limit of the float32 keys that a band of several rows reads. bfloat16 keys are copied to float32; the copy must fit CPU caches.
 _BAND_BYTES = 8 << 20
-# The same on a GPU. More, because the dozen launches of each band take as long as reading 128 MiB.
+# The limit on a GPU. It is larger, because the dozen launches of each band take as long as reading 128 MiB.
 _DEVICE_BAND_BYTES = 256 << 20
 
 
 def split_bands(position_n: Int64Array, window: int | None, max_positions: int) -> list[tuple[int, int, int, int]]:
-    """Rows [0..n) in bands (start, stop, low, high): rows [start..stop) see nothing outside of positions [low..high). A band of
-    several rows reads at most `max_positions` positions, summed over its rows."""
+    """Split rows [0..n), with queries at `position_n`, into bands (start, stop, low, high): rows [start..stop) see only positions
+    [low..high). A band of several rows reads at most `max_positions` positions, summed over its rows."""
     first_n = np.zeros_like(position_n) if window is None else np.maximum(position_n - (window - 1), 0)
     bands: list[tuple[int, int, int, int]] = []
     for row, (first, last) in enumerate(zip(first_n.tolist(), position_n.tolist(), strict=True)):
@@ -50,11 +51,12 @@ class _CachePieces:
     """Pieces of rows that are written to the cache and attend causally over their row, by the cache's kernel. The host computes all
     indices once, and one copy brings them to the device."""
 
-    def __init__(self, cache: KVCache, layout: Tensor, pieces: int, longest_q: int, longest_k: int) -> None:
-        """`layout`: the result of `make_layout`, on the device."""
+    def __init__(self, cache: KVCache, layout: Tensor, count: int, longest_q: int, longest_k: int) -> None:
+        """`layout`: the result of `make_layout` for `count` pieces, on the device. `longest_q`: tokens of the longest piece.
+        `longest_k`: most positions that a piece reads."""
         self.cache = cache
-        tokens = layout.numel() - 3 * pieces - 2
-        self._write_index, queries, keys, used = layout.split([tokens, pieces + 1, pieces + 1, pieces])
+        tokens = layout.numel() - 3 * count - 2
+        self._write_index, queries, keys, used = layout.split([tokens, count + 1, count + 1, count])
         self._queries = Ends(queries.to(torch.int32), longest_q)
         self._keys = Ends(keys.to(torch.int32), longest_k)
         self._used = used.to(torch.int32)
@@ -63,8 +65,7 @@ class _CachePieces:
     def make_layout(cache: KVCache, row_n: Int64Array, start_n: Int64Array, length_n: Int64Array) -> Int64Array:
         """Row, first position and length of each of n pieces -> int64 [T + 3 n + 2]: the index in the flat cache of each token [T],
         bounds of the pieces among the tokens [n + 1], starts of rows in the flat cache and one end [n + 1], positions that each
-        piece reads [n].
-        """
+        piece reads [n]."""
         row_start_n = row_n * cache.shape.positions
         piece_start_n = np.cumsum(length_n) - length_n
         end_n = start_n + length_n
@@ -77,17 +78,17 @@ class _CachePieces:
     ) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] of the pieces, one after another -> [T, H, D]."""
         self.write(layer, key, value)
-        assert self.cache.kernel is not None
+        assert self.cache.ragged_kernel is not None
         keys, values = self.cache.flat_keys[layer], self.cache.flat_values[layer]
         rows = RaggedRows(self._queries, self._keys, True, window)
-        return self.cache.kernel.cached((query, keys, values), rows, self._used, scaling)
+        return self.cache.ragged_kernel.cached((query, keys, values), rows, self._used, scaling)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values to the cache without attention."""
         self.cache.flat_keys[layer].index_copy_(0, self._write_index, key)
         self.cache.flat_values[layer].index_copy_(0, self._write_index, value)
 
-    def attends(self, terms: AttentionTerms) -> bool:
+    def supports(self, terms: AttentionTerms) -> bool:
         """Whether the kernel computes these terms."""
         return terms.softcap is None and terms.sinks is None
 
@@ -96,19 +97,19 @@ class DecodePlan(AttentionPlan):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
     def __init__(self, cache: KVCache, position_n: Int64Array, layout: Tensor | None = None) -> None:
-        """`layout`: a device tensor for a result of `DecodePlan.layout`. The caller may overwrite the tensor with the layout of
-        other positions, none beyond `position_n`. None: the layout of `position_n`."""
+        """`layout`: a device tensor with a result of `DecodePlan.layout`. For a CUDA graph the caller may overwrite the tensor with
+        the layout of other positions, none beyond `position_n`. None: the plan makes the layout of `position_n`."""
         self.cache = cache
         self.position_n = np.ascontiguousarray(position_n, np.int64)
         self.longest = int(position_n.max(initial=-1)) + 1
         self._write_index: Tensor | None = None
         self._bands: dict[int | None, list[tuple[slice, slice, Tensor]]] = {}
         self._ragged: _CachePieces | None = None
-        if cache.kernel is not None:
+        if cache.ragged_kernel is not None:
             if layout is None:
                 layout = to_device(self.layout(cache, position_n), cache.device)
             self._ragged = _CachePieces(cache, layout, position_n.size, 1, self.longest)
-        if cache.native or self._ragged is not None:
+        if cache.has_native_kernel or self._ragged is not None:
             return
         # Additive, [n, 1, 1, longest]: the rows are padded to the longest.
         self._mask: Tensor | None = None
@@ -130,13 +131,13 @@ class DecodePlan(AttentionPlan):
         """`query` [n, H, D], `key` and `value` [n, K, D] -> [n, H, D]."""
         cache = self.cache
         size = cache.shape.head_size
-        if self._ragged is not None and self._ragged.attends(terms):
+        if self._ragged is not None and self._ragged.supports(terms):
             return self._ragged.attend(layer, query, key, value, scaling, terms.simplified_for(self.longest).window)
         if terms is not NO_TERMS:
             terms = terms.simplified_for(self.longest)
             if not terms.empty:
                 return self._attend_with_terms(layer, query, key, value, scaling, terms)
-        if cache.native:
+        if cache.has_native_kernel:
             return native.decode_attention(
                 query, key, value, cache.keys[layer], cache.values[layer], torch.from_numpy(self.position_n), scaling
             )
@@ -190,7 +191,7 @@ class DecodePlan(AttentionPlan):
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """Tokens [start..start + length) of the sequence in `slot`. Its cache row `row` already holds the tokens before `start`."""
+    """Known tokens [start..start + length) of the sequence in `slot`. The cache row `row` holds the tokens before `start`."""
 
     slot: int
     row: int
@@ -199,26 +200,24 @@ class PromptPiece:
 
 
 class ExtendPlan(AttentionPlan):
-    """Packed pieces: each writes its keys and values and attends causally over its own row.
-
-    Neighbouring pieces that start at 0 and have equal lengths share one attention call, so callers sort pieces by length.
-    """
+    """Packed pieces: each writes its keys and values to its row, and attends causally over that row. Neighbouring pieces that start
+    at 0 and have equal lengths share one attention call, so callers sort pieces by length."""
 
     def __init__(self, cache: KVCache, pieces: list[PromptPiece]) -> None:
         self.cache = cache
         self.pieces = pieces
         self.offsets = np.cumsum([0, *(piece.length for piece in pieces)]).tolist()
         self.longest = max((piece.start + piece.length for piece in pieces), default=0)
-        self.groups: list[tuple[int, int]] = []  # [first, last) pieces of one attention call
+        self.calls: list[tuple[int, int]] = []  # (first, stop): pieces [first..stop) share one call
         for index, piece in enumerate(pieces):
             previous = pieces[index - 1] if index else None
             joins = previous is not None and previous.start == piece.start == 0 and previous.length == piece.length
             if joins:
-                self.groups[-1] = (self.groups[-1][0], index + 1)
+                self.calls[-1] = (self.calls[-1][0], index + 1)
             else:
-                self.groups.append((index, index + 1))
+                self.calls.append((index, index + 1))
         self._ragged: _CachePieces | None = None
-        if cache.kernel is not None:
+        if cache.ragged_kernel is not None:
             row_n, start_n, length_n = np.array([(piece.row, piece.start, piece.length) for piece in pieces]).T
             layout = to_device(_CachePieces.make_layout(cache, row_n, start_n, length_n), cache.device)
             self._ragged = _CachePieces(cache, layout, len(pieces), int(length_n.max()), self.longest)
@@ -238,7 +237,7 @@ class ExtendPlan(AttentionPlan):
     ) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D]."""
         cache = self.cache
-        if self._ragged is not None and self._ragged.attends(terms):
+        if self._ragged is not None and self._ragged.supports(terms):
             return self._ragged.attend(layer, query, key, value, scaling, terms.simplified_for(self.longest).window)
         for piece, offset in zip(self.pieces, self.offsets, strict=False):
             packed = slice(offset, offset + piece.length)
@@ -249,13 +248,13 @@ class ExtendPlan(AttentionPlan):
         if not terms.empty:
             return self._attend_with_terms(layer, query, scaling, terms)
         out = torch.empty_like(query)
-        for first, last in self.groups:
-            packed = slice(self.offsets[first], self.offsets[last])
+        for first, stop in self.calls:
+            packed = slice(self.offsets[first], self.offsets[stop])
             if first in self.masks:
                 out[packed] = self._attend_over_row(layer, first, query[packed], scaling)
             else:
                 q, k, v = (
-                    tensor[packed].unflatten(0, (last - first, -1)).transpose(1, 2) for tensor in (query, key, value)
+                    tensor[packed].unflatten(0, (stop - first, -1)).transpose(1, 2) for tensor in (query, key, value)
                 )
                 attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
                 out[packed] = attended.transpose(1, 2).flatten(0, 1)
@@ -265,11 +264,11 @@ class ExtendPlan(AttentionPlan):
         """`query` [length, H, D] of piece number `index`, whose row has earlier positions -> [length, H, D]."""
         piece, shape = self.pieces[index], self.cache.shape
         end = piece.start + piece.length
-        group = query.shape[1] // shape.heads
+        shared_by = query.shape[1] // shape.heads  # G, query heads per key head
         # [K, G, end, D], with stride 0 in G
-        keys = self.cache.keys[layer][piece.row, :, None, :end].expand(-1, group, -1, -1)
-        values = self.cache.values[layer][piece.row, :, None, :end].expand(-1, group, -1, -1)
-        grouped = query.unflatten(1, (shape.heads, group)).permute(1, 2, 0, 3)  # [K, G, length, D]
+        keys = self.cache.keys[layer][piece.row, :, None, :end].expand(-1, shared_by, -1, -1)
+        values = self.cache.values[layer][piece.row, :, None, :end].expand(-1, shared_by, -1, -1)
+        grouped = query.unflatten(1, (shape.heads, shared_by)).permute(1, 2, 0, 3)  # [K, G, length, D]
         attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=self.masks[index], scale=scaling)
         return attended.permute(2, 0, 1, 3).flatten(1, 2)
 

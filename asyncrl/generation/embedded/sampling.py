@@ -3,19 +3,19 @@
 Guarantees
 * The random number for token `i` of a request depends only on (seed, i), not on the order of arrival, the row or other rows.
 * A token of probability zero is never sampled, even if the cumulative probability ends below 1 by rounding.
-* `logprobs` are log softmax(logits / T) over the full vocabulary, with the model's own logits. For greedy rows (T = 0), T is 1.
+* `logprobs` are log softmax(logits / T) over the full vocabulary, with the model's own logits. For greedy rows T is taken as 1.
 * `sampled_logprobs` are log-probs of the distribution that was sampled: after bias, penalties, bans, temperature, top-k, top-p and
   min-p, renormalised; 0 for greedy rows, whose choice was certain.
 * A row of logits with NaN or +inf raises `DivergenceError`, and no token is returned.
 
-Cost of a row without filters: one scaling, one softmax and one sum per block of the vocabulary. The sampler searches the cumulative
-sums of the blocks, then those within one block, so it sorts nothing. min-p alone needs one more pass. Rows with top-k or top-p need
-a partial sort. Rows with changed logits need copies of their logits and a logsumexp.
+Cost of a row without filters: one scaling, one softmax, and the sum of each block of the vocabulary. The sampler searches the
+cumulative sums of the blocks, then those within one block, so it sorts nothing. min-p alone needs one more pass. Rows with top-k
+or top-p need a partial sort. Rows with changed logits need copies of their logits and a logsumexp.
 
-The host waits for the device only to copy the tokens. That copy also tells whether the partial sort sufficed. If not, the batch is
-sampled again with a whole sort.
+The host waits for the device only to copy the tokens. The copy also tells whether the partial sort sufficed. If it did not, the
+batch is sampled again with a whole sort.
 
-Shape legend: N rows, V vocabulary, B blocks of the vocabulary, R a subset of the rows.
+Shape legend: N rows, V vocabulary, B blocks of the vocabulary, R a subset of the rows, P pairs (see `_CHANGES`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from asyncrl.models.copying import to_device
 from asyncrl.types import Float32Array, Int64Array, SamplingParams
 
 BLOCK = 256  # vocabulary entries per block
-# Most probable tokens that a filter examines first. If these do not suffice, all tokens are sorted.
+# How many of the most probable tokens a filter examines first. If these do not suffice, all tokens are sorted.
 FIRST_TRY = 256
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -46,7 +46,7 @@ UInt64Array = npt.NDArray[np.uint64]
 
 
 def _mix(state: UInt64Array) -> UInt64Array:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64 bits. It turns a counter into good random bits."""
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64 bits: a counter becomes good random bits."""
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
     return state ^ (state >> np.uint64(31))
@@ -79,8 +79,8 @@ _BIAS, _REPETITION, _PENALTY, _BAN = range(len(_CHANGES))
 
 
 class LogitChanges:
-    """Changes of logits that requests ask for. They are applied before the temperature. They depend only on the request and its
-    tokens so far. `rows`: rows of the batch with at least one change."""
+    """Changes of logits that requests ask for, applied before the temperature. The changes of a row depend only on its request and
+    the tokens of its sequence. `rows`: rows of the batch with at least one change."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -88,9 +88,9 @@ class LogitChanges:
         self._parts: list[list[tuple[int, Int64Array, npt.NDArray[np.float64]]]] = [[] for _ in _CHANGES]
 
     def add(
-        self, row: int, sampling: SamplingParams, stop_ids: tuple[int, ...], tokens: Int64Array, prompt: int
+        self, row: int, sampling: SamplingParams, stop_ids: tuple[int, ...], tokens: Int64Array, prompt_length: int
     ) -> None:
-        """Add the changes for one row. `tokens` [L]: all tokens of the sequence, of which the first `prompt` are the prompt.
+        """Add the changes for one row. `tokens` [L]: all tokens of the sequence, of which the first `prompt_length` are the prompt.
         `stop_ids`: tokens that end the completion."""
         changes: dict[int, tuple[Int64Array, npt.NDArray[np.float64]]] = {}
         if sampling.logit_bias:
@@ -98,14 +98,14 @@ class LogitChanges:
         # A token may be in `tokens` twice. `apply_` reads all logits before it writes, so it writes the same new logit twice.
         if sampling.repetition_penalty != 1:
             changes[_REPETITION] = tokens, np.full(tokens.size, sampling.repetition_penalty, np.float64)
-        if (sampling.frequency_penalty or sampling.presence_penalty) and tokens.size > prompt:
-            token, count = np.unique(tokens[prompt:], return_counts=True)
+        if (sampling.frequency_penalty or sampling.presence_penalty) and tokens.size > prompt_length:
+            token, count = np.unique(tokens[prompt_length:], return_counts=True)
             changes[_PENALTY] = token, count * np.float64(sampling.frequency_penalty) + sampling.presence_penalty
-        banned = [*stop_ids] if tokens.size - prompt < sampling.min_tokens else []
+        banned = [*stop_ids] if tokens.size - prompt_length < sampling.min_tokens else []
         # The last token of a bad word is banned if the completion ends with the tokens before it.
         for *before, last in sampling.bad_words:
             start = tokens.size - len(before)
-            if start >= prompt and tokens[start:].tolist() == before:
+            if start >= prompt_length and tokens[start:].tolist() == before:
                 banned.append(last)
         if banned:
             changes[_BAN] = np.array(banned), np.full(len(banned), -np.inf)
@@ -128,7 +128,7 @@ class LogitChanges:
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """Sampling parameters of each row, all [N] on the host. `uniform`: random numbers in [0, 1)."""
+    """Sampling parameters of N rows: arrays [N] on the host, and changes of logits. `uniform`: random numbers in [0, 1)."""
 
     temperature: Float32Array  # 0 is greedy
     top_k: Int64Array  # 0 is off
@@ -138,15 +138,15 @@ class RowParams:
     changes: LogitChanges
 
     @property
-    def sorts(self) -> npt.NDArray[np.bool_]:
-        """Rows whose filters need sorted probabilities."""
+    def needs_sort(self) -> npt.NDArray[np.bool_]:
+        """Whether the filters of each row need sorted probabilities: bool [N]."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1))
 
 
 class Drawn(NamedTuple):
-    """One batch of `Sampler.draw`. `values` [5, N] float64 on the device: tokens, log-probs of the model, log-probs as sampled, a
-    check that is NaN for logits with NaN or +inf, and whether the partial sort sufficed. `sort_all` returns the values of
-    the same batch by a whole sort, and keeps its logits alive; None if no row needs a sort."""
+    """The result of `Sampler.draw`. `values` [5, N] float64 on the device: tokens, log-probs of the model, log-probs as sampled, a
+    check that is NaN for logits with NaN or +inf, and whether the partial sort sufficed (1 or 0). `sort_all` computes the values
+    again with a whole sort, so it keeps the logits alive; None if no row needs a sort."""
 
     values: Tensor
     sort_all: Callable[[], Tensor] | None
@@ -186,7 +186,8 @@ class Sampled:
 
 
 class Sampler:
-    """Owns one buffer of probabilities and reuses it in every step, because new memory costs page faults. Only for the lane."""
+    """Samples one token per row of logits. Keeps its buffer of probabilities, because new memory costs page faults. Only the lane
+    may use a sampler."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -224,17 +225,18 @@ class Sampler:
             scale = to_device(temperature[changed], device).to(logits_NV.dtype)
             logits_NV[changed_R] = changed_RV.div_(scale.unsqueeze(1))
         choose = partial(self._choose, logits_NV, params, unchanged)
-        return Drawn(choose(FIRST_TRY), partial(choose, logits_NV.shape[1]) if params.sorts.any() else None)
+        return Drawn(choose(FIRST_TRY), partial(choose, logits_NV.shape[1]) if params.needs_sort.any() else None)
 
     def _choose(
         self, logits_NV: Tensor, params: RowParams, unchanged: tuple[Tensor, Tensor] | None, count: int
     ) -> Tensor:
         """`Drawn.values` for logits after changes and temperature. `count`: how many of a row's tokens to sort."""
         device, rows = logits_NV.device, logits_NV.shape[0]
-        greedy, sort = params.temperature == 0, params.sorts
+        greedy, sort = params.temperature == 0, params.needs_sort
         probs_NV = self._probabilities(logits_NV)
         uniform = to_device(params.uniform, device)
         min_p_alone = ~greedy & ~sort & (params.min_p > 0)
+        # The probability of the tokens that the filters keep. None: 1 in every row.
         mass_N: Tensor | None = None
         if min_p_alone.any():
             least_N = to_device(np.where(min_p_alone, params.min_p, 0.0), device).to(probs_NV.dtype) * probs_NV.amax(-1)
@@ -244,7 +246,7 @@ class Sampler:
         enough_N = torch.ones_like(uniform)
         if sort.any():
             index = to_device(np.flatnonzero(sort), device)
-            chosen, mass, enough = _sample_sorted(probs_NV, index, params, sort, uniform[index], count)
+            chosen, mass, enough = _sample_sorted(probs_NV, index, params, uniform[index], count)
             token_N.index_copy_(0, index, chosen)
             mass_N = (torch.ones_like(uniform) if mass_N is None else mass_N).index_copy_(0, index, mass)
             enough_N.index_copy_(0, index, enough.double())
@@ -269,9 +271,7 @@ class Sampler:
 
 def _inverse_cdf(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """Index of the first token whose cumulative probability exceeds uniform x total. [N, V], float64 [N] -> int64 [N].
-
-    The search goes over the sums of blocks, then over the tokens of one block. Sums of blocks are accumulated in float64.
-    """
+    Searches the cumulative sums of the blocks (float64), then the tokens of one block."""
     vocabulary = probs_NV.shape[1]
     full_blocks = vocabulary // BLOCK
     if full_blocks < 4:  # a small vocabulary needs no blocks
@@ -297,22 +297,22 @@ def _search(cumulative: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
 
 def _search_target(cumulative: Tensor, target_N: Tensor) -> Tensor:
     last = cumulative[:, -1]
-    # With a target below the last value the search always ends on an entry of positive probability.
+    # With a target below the last value the search always ends at an entry of positive probability.
     below_last = torch.nextafter(last, torch.zeros_like(last))
     target = torch.minimum(target_N, below_last).clamp_(min=0.0).unsqueeze(1)
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=cumulative.shape[1] - 1)
 
 
 def _sample_sorted(
-    probs_NV: Tensor, index_R: Tensor, params: RowParams, sort: npt.NDArray[np.bool_], uniform_R: Tensor, count: int
+    probs_NV: Tensor, index_R: Tensor, params: RowParams, uniform_R: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample the R rows with top-k or top-p from their `count` most probable tokens. Returns tokens int64 [R], the total
-    probability of the kept tokens, float64 [R], and whether `count` sufficed, bool [R].
+    """Sample the rows with top-k or top-p, `index_R`, from their `count` most probable tokens. Returns tokens int64 [R], the
+    total probability of the kept tokens, float64 [R], and whether `count` sufficed, bool [R].
 
     Filters run in the order of transformers: top-k, then the smallest set that reaches top-p of the remaining probability, then the
-    tokens with at least min-p of the largest probability. (vLLM's own sampler applies min-p first, so with top-p its set differs.)
+    tokens with at least min-p of the largest probability. (vLLM's own sampler applies min-p first, so top-p keeps another set.)
     """
-    device, vocabulary = probs_NV.device, probs_NV.shape[1]
+    device, vocabulary, sort = probs_NV.device, probs_NV.shape[1], params.needs_sort
     top_k = params.top_k[sort]
     k_R = to_device(np.where(top_k > 0, np.minimum(top_k, vocabulary), vocabulary), device)
     p_R = to_device(params.top_p[sort].astype(np.float64), device)
@@ -321,8 +321,8 @@ def _sample_sorted(
     count = min(vocabulary, count)
     values, order = torch.topk(probs_RV, count, dim=1, sorted=True)
     kept = values.double()
-    rank = torch.arange(count, device=device)
-    kept.masked_fill_(rank >= k_R.unsqueeze(1), 0.0)
+    column = torch.arange(count, device=device)
+    kept.masked_fill_(column >= k_R.unsqueeze(1), 0.0)
     cumulative = kept.cumsum(1)
     # top-p is a fraction of this probability: that of the top-k tokens, or of the full row if top-k is off.
     total = torch.where(k_R < vocabulary, cumulative[:, -1], probs_RV.sum(1, dtype=torch.float64))
@@ -336,5 +336,5 @@ def _sample_sorted(
     kept.masked_fill_(outside & (p_R < 1).unsqueeze(1), 0.0)
     kept.masked_fill_(values < (min_p_R * values[:, 0]).unsqueeze(1), 0.0)
     cumulative = kept.cumsum(1)
-    rank_R, _ = _search(cumulative, uniform_R)
-    return order.gather(1, rank_R.unsqueeze(1)).squeeze(1), cumulative[:, -1], enough
+    column_R, _ = _search(cumulative, uniform_R)
+    return order.gather(1, column_R.unsqueeze(1)).squeeze(1), cumulative[:, -1], enough

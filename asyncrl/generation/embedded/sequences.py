@@ -5,7 +5,8 @@ When a sequence ends, the last row moves into the free row, so running rows are 
 only that closure may use these arrays. Between closures the owner task uses them.
 
 A finished sequence whose session may go on is *kept*: its slot and row stay, as one of the kept rows [n..n + k) behind the running
-ones. The next request of the session takes slot and row over, or copies the beginning. Methods that move rows append to `moves`.
+ones. The next request of the session takes over slot and row, or copies the beginning of the row. The methods swap rows only in
+these arrays, and append each swap to `moves`. The caller then swaps the rows of the cache.
 
 Shape legend: R slots, C longest context, n running sequences, k kept sequences.
 """
@@ -25,12 +26,12 @@ from .sampling import LogitChanges, RowParams, Sampled, keyed_uniform, seed_arra
 NO_TOKEN = -1
 
 PrefixKey: TypeAlias = tuple[str, bytes]
-# Two rows that change places, and the positions that each holds: (row, other, length, other length).
+# Two rows that are swapped, and how many positions each of them holds: (row, other, length, other length).
 Move: TypeAlias = tuple[int, int, int, int]
 
 
 def prefix_key(request: GenerationRequest) -> PrefixKey | None:
-    """Equal for requests that share a prompt. The key contains the tokens, so a wrong `prefix_key` of a caller does no harm."""
+    """Equal for requests that share a prompt; None: no sharing. The key has the tokens, so a caller's wrong key does no harm."""
     return None if request.prefix_key is None else (request.prefix_key, request.prompt_ids.tobytes())
 
 
@@ -45,23 +46,23 @@ class Sequences:
         self.logprobs = np.zeros((capacity, max_context), dtype=np.float32)
         self.sampled_logprobs = np.zeros((capacity, max_context), dtype=np.float32)
         self.versions = np.zeros((capacity, max_context), dtype=np.int32)
-        # [R, C, layers, k]. `add` sets all entries of a slot to MISSING.
+        # [R, C, layers, k]. MISSING: the routes of this token are not known yet.
         self.routes: RoutesArray | None = None
         if routes is not None:
             self.routes = np.empty((capacity, max_context, routes.layers, routes.k), dtype=routes.dtype)
-        # Slot -> routes [prompt - 1, layers, k], see `keep_first_routes`.
+        # Slot -> routes [prompt_length - 1, layers, k], see `keep_first_routes`.
         self._routes_of_first_prefill: dict[int, RoutesArray] = {}
-        self.prompt = np.zeros(capacity, dtype=np.int64)  # tokens of the prompt
-        self.length = np.zeros(capacity, dtype=np.int64)  # tokens of prompt and completion so far
-        self.cached = np.zeros(capacity, dtype=np.int64)  # tokens with keys and values in the cache
+        self.prompt_length = np.zeros(capacity, dtype=np.int64)
+        self.length = np.zeros(capacity, dtype=np.int64)  # number of prompt tokens and sampled tokens
+        self.cached = np.zeros(capacity, dtype=np.int64)  # number of tokens with keys and values in the cache
         # prompt + max_tokens; of a kept sequence the number of its tokens
         self.limit = np.zeros(capacity, dtype=np.int64)
         self.session: list[str | None] = [None] * capacity
-        # Number of the prompt's tokens whose keys and values an earlier request of the session has left in the cache.
+        # How many tokens of the prompt have keys and values that an earlier request of the session left in the cache.
         self.reused = np.zeros(capacity, dtype=np.int64)
         # Version of the weights that computed the first cached token. No other cached token has an older version.
         self.oldest = np.zeros(capacity, dtype=np.int32)
-        # Index of the first token of the row that was sampled by any of the requests that made the row, with version `oldest`.
+        # Index of the first token that this or an earlier request samples in the row. This token has version `oldest`.
         self.first_sampled = np.zeros(capacity, dtype=np.int64)
         self.kept: dict[int, None] = {}  # slots of kept sequences, oldest first
         self.moves: list[Move] = []
@@ -72,12 +73,12 @@ class Sequences:
         self.min_p = np.zeros(capacity, dtype=np.float32)
         # Slot -> (sampling, stop tokens), for requests that change logits.
         self._logit_changes: dict[int, tuple[SamplingParams, tuple[int, ...]]] = {}
-        self.stops = np.full((capacity, 2), NO_TOKEN, dtype=np.int64)
+        self.stops = np.full((capacity, 2), NO_TOKEN, dtype=np.int64)  # stop tokens, then NO_TOKEN
         self.prefix_key: list[PrefixKey | None] = [None] * capacity
         self.row_of = np.full(capacity, -1, dtype=np.int64)
         self._slot_of_row = np.full(capacity, -1, dtype=np.int64)
         self._free = list(range(capacity - 1, -1, -1))
-        self.count = 0
+        self.count = 0  # n, the number of running sequences
 
     @property
     def running_slots(self) -> Int64Array:
@@ -95,7 +96,7 @@ class Sequences:
         return int(self.limit[self.occupied_slots].max(initial=0))
 
     def add(self, request: GenerationRequest, stop_ids: tuple[int, ...]) -> int:
-        """Assign a free slot and row n to the request. Returns the slot. The caller has checked that a slot is free."""
+        """Give the request row n and a slot. A kept row n moves to row n + k. At least one slot must be free. Returns the slot."""
         slot = self._free.pop()
         self._swap(self.count, self.count + len(self.kept))
         self._slot_of_row[self.count] = slot
@@ -105,14 +106,14 @@ class Sequences:
         return slot
 
     def resume(self, slot: int, request: GenerationRequest, stop_ids: tuple[int, ...], reused: int) -> None:
-        """Let the request go on in the slot of a kept sequence, with its first `reused` cached tokens."""
+        """Give the request the slot and row of a kept sequence. The first `reused` cached tokens of the row stay."""
         del self.kept[slot]
         self._swap(int(self.row_of[slot]), self.count)
         self.count += 1
         self._fill(slot, request, stop_ids, reused)
 
     def inherit(self, slot: int, source: int, reused: int) -> None:
-        """The row of the new `slot` gets a copy of the first `reused` cached tokens of `source`."""
+        """Let the new `slot` begin with the first `reused` cached tokens of `source`. The caller copies the row of the cache."""
         self.cached[slot] = self.reused[slot] = reused
         self.oldest[slot] = self.oldest[source]
         self.prefix_key[slot] = None
@@ -124,7 +125,7 @@ class Sequences:
     def _fill(self, slot: int, request: GenerationRequest, stop_ids: tuple[int, ...], reused: int) -> None:
         sampling, size = request.sampling, int(request.prompt_ids.size)
         self.tokens[slot, :size] = request.prompt_ids
-        self.prompt[slot] = self.length[slot] = size
+        self.prompt_length[slot] = self.length[slot] = size
         self.cached[slot] = self.reused[slot] = reused
         self.limit[slot] = size + sampling.max_tokens
         self.session[slot] = request.session
@@ -156,6 +157,7 @@ class Sequences:
         self.session[slot] = None
         self._free.append(slot)
         self.row_of[slot] = self._slot_of_row[row] = -1
+        # The last running row fills the hole of a running row. Then the last kept row fills the hole among the kept rows.
         if kept:
             del self.kept[slot]
         else:
@@ -164,7 +166,7 @@ class Sequences:
         self._swap(row, self.count + len(self.kept))
 
     def keep(self, slot: int) -> None:
-        """Turn a running sequence into a kept one."""
+        """Keep slot and row of a running sequence that has just finished. It no longer counts as running."""
         self._clear(slot)
         self._swap(int(self.row_of[slot]), self.count - 1)
         self.count -= 1
@@ -177,7 +179,7 @@ class Sequences:
         self._logit_changes.pop(slot, None)
 
     def _swap(self, row: int, other: int) -> None:
-        """Let two rows change places. A row may be empty."""
+        """Swap two rows, of which one may be empty. Appends to `moves`."""
         slots = [int(self._slot_of_row[index]) for index in (row, other)]
         if row == other or max(slots) < 0:
             return
@@ -190,13 +192,14 @@ class Sequences:
 
     def parameters(self, slots: Int64Array) -> RowParams:
         """Sampling parameters for the next token of each slot. Row i of the result belongs to `slots[i]`."""
-        index = self.length[slots] - self.prompt[slots]
+        index = self.length[slots] - self.prompt_length[slots]
         changes = LogitChanges()
         if self._logit_changes:
             for row, slot in enumerate(slots.tolist()):
                 if slot in self._logit_changes:
                     sampling, stop_ids = self._logit_changes[slot]
-                    changes.add(row, sampling, stop_ids, self.tokens[slot, : self.length[slot]], int(self.prompt[slot]))
+                    tokens = self.tokens[slot, : self.length[slot]]
+                    changes.add(row, sampling, stop_ids, tokens, int(self.prompt_length[slot]))
         return RowParams(
             self.temperature[slots],
             self.top_k[slots],
@@ -221,29 +224,29 @@ class Sequences:
 
     def completion(self, slot: int) -> Int64Array:
         """The sampled tokens so far, a view."""
-        return self.tokens[slot, self.prompt[slot] : self.length[slot]]
+        return self.tokens[slot, self.prompt_length[slot] : self.length[slot]]
 
     def keep_first_routes(self, slot: int) -> None:
         """Call this before a prompt is computed again with new weights. If the sequence has sampled tokens, its generation gets the
-        routes of the prompt's first computation. `self.routes` gets the new ones: other sequences may copy the new prompt."""
+        routes of the prompt's first computation. `self.routes` gets the new routes: other sequences may copy the new prompt."""
         if (
             self.routes is not None
-            and self.length[slot] > self.prompt[slot]
+            and self.length[slot] > self.prompt_length[slot]
             and slot not in self._routes_of_first_prefill
         ):
-            self._routes_of_first_prefill[slot] = self.routes[slot, : self.prompt[slot] - 1].copy()
+            self._routes_of_first_prefill[slot] = self.routes[slot, : self.prompt_length[slot] - 1].copy()
 
     def _routes_of(self, slot: int) -> RoutesArray | None:
         if self.routes is None:
             return None
         routes: RoutesArray = self.routes[slot, : self.length[slot]].copy()
         if slot in self._routes_of_first_prefill:
-            routes[: self.prompt[slot] - 1] = self._routes_of_first_prefill[slot]
+            routes[: self.prompt_length[slot] - 1] = self._routes_of_first_prefill[slot]
         return routes
 
     def generation(self, slot: int, reason: FinishReason, stop: str | None = None) -> Generation:
         """The finished sequence, in copies. `stop`: the stop string that ended the sequence."""
-        completion = slice(int(self.prompt[slot]), int(self.length[slot]))
+        completion = slice(int(self.prompt_length[slot]), int(self.length[slot]))
         return Generation(
             token_ids=self.tokens[slot, completion].astype(np.int32),
             logprobs=self.logprobs[slot, completion].copy(),

@@ -12,11 +12,8 @@ MARGIN = 8
 
 
 class StopStrings:
-    """Finds out which stop string the newest token completes.
-
-    Only the last tokens are decoded. A character has at most four bytes and a token at least one, so a stop string of n characters
-    lies within the last 4 n tokens.
-    """
+    """Finds the stop string that the newest token completes. Decodes only the last tokens: a character has at most four bytes, and
+    a token has at least one byte, so a stop string of n characters lies within the last 4 n tokens."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...], min_tokens: int = 0) -> None:
         """`min_tokens`: no stop string is reported within the first `min_tokens` tokens."""
@@ -40,8 +37,8 @@ class StopStrings:
 def stops_of(
     sampling: SamplingParams, eos: tuple[int, ...], tokenizer: Any
 ) -> tuple[tuple[int, ...], StopStrings | None]:
-    """The distinct tokens that end a completion, and the search for its stop strings; None: there are no stop strings. `eos`: the
-    tokens that end every completion, but for `ignore_eos`."""
+    """The distinct tokens that end a completion, and the search for its stop strings (None: no stop strings). `eos`: the
+    tokens that end every completion unless the request has `ignore_eos`."""
     ids = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos)
     strings = StopStrings(tokenizer, sampling.stop, sampling.min_tokens) if sampling.stop else None
     return tuple(dict.fromkeys(ids)), strings

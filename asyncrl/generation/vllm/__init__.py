@@ -1,4 +1,4 @@
-"""vLLM's engine core in a generation worker, without a server or a child process. Requests and results are token ids.
+"""vLLM's engine core in the process of a generation worker, without a server. Requests and results are token ids.
 
     versions.py   checks that the installed vLLM has an adapter
     recording.py  maps the weight board to vLLM's parameters, by recording the copies of vLLM's own loader

@@ -5,11 +5,11 @@
 
 Guarantees, the same as those of the embedded engine
 * The random numbers of a request depend only on (seed, index of the token). vLLM itself samples nothing.
-* `logprobs` are over the full vocabulary at the sampling temperature. `sampled_logprobs` are after all filters.
+* `logprobs` are over the full vocabulary at the sampling temperature (greedy: 1). `sampled_logprobs` are after all filters.
 * Each token has the version of the weights that sampled it. Weights change only between two steps, on the lane.
-* After a change of weights, `keep` lets sequences with sampled tokens go on with their cached keys and values, and computes the
-  other sequences again. `recompute` computes all sequences again. Requests of different versions never share the keys and values
-  of a prompt, except within a session: its next request may go on with the cached tokens of an earlier one, see `_CachedPrefix`.
+* After a change of weights, `kv_after_update: keep` lets sequences with sampled tokens go on with their cached keys and values, and
+  computes the other sequences again. `recompute` computes all sequences again. Requests share the keys and values of a prompt only
+  within a version, or within a session: its next request may go on with cached tokens of an earlier request (`_CachedPrefix`).
 * No sequence is preempted, because vLLM's cache has room for all admitted requests.
 """
 
@@ -43,12 +43,12 @@ _REPLAY = "replay"  # the core's name of the replayed request
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 _GREEDY = SamplingParams(temperature=0)
 
-ChooseTokens = Callable[[Sequence[str], Tensor], Tensor]  # (names of requests, logits [N, V]) -> tokens [N]
+ChooseTokens = Callable[[Sequence[str], Tensor], Tensor]  # (names of N requests, logits [N, V]) -> tokens [N]
 
 
 @dataclass(frozen=True, slots=True)
 class CoreSpec:
-    """The model that a core runs. `stop_ids`: all tokens that end a completion. `has_experts`: some layers have experts."""
+    """The model of a core (`VllmCore`). `stop_ids`: end-of-sequence tokens. `has_experts`: whether a layer has experts."""
 
     dtype: torch.dtype
     vocabulary: int
@@ -58,10 +58,10 @@ class CoreSpec:
 
 @dataclass(frozen=True, slots=True)
 class _CachedPrefix:
-    """The beginning of a finished request, computed with the weights of `version`. vLLM's prefix cache may still have the request's
-    blocks, under the salt of that version: vLLM shares blocks only between requests of one salt. If the prompt of a later request
-    of the session begins with `tokens`, that request uses that salt. `tokens`: the prompt and the first sampled token, whose
-    version tells the age of the cached prompt."""
+    """The beginning of a finished request. `tokens`: the prompt and the first sampled token. The weights of `version` computed the
+    prompt and sampled that token. vLLM shares cached blocks only between requests of one *salt*, here the number of a version. If
+    the prompt of a later request of the session begins with `tokens`, the later request gets the salt `version`. So it finds the
+    blocks, if vLLM still has them."""
 
     version: int
     tokens: Int64Array
@@ -76,10 +76,10 @@ class RunningRequest:
         self.stop_ids = stop_ids
         self.seed = seed_array(request.seed)[0]
         self.session = request.session
-        # Version of the weights that computed the oldest cached tokens. None: the prompt is computed with the current weights.
+        # Version of the `_CachedPrefix` with which the prompt begins. None: the current weights compute the prompt.
         self.base_version: int | None = None
-        self.reused = 0  # tokens of the prompt that were cached
-        self.count = 0  # sampled tokens
+        self.reused = 0  # number of prompt tokens that were cached
+        self.count = 0  # number of sampled tokens
         self._stop_strings = stop_strings
         self._tokens = np.zeros(sampling.max_tokens, np.int64)
         self._logprobs = np.zeros((2, sampling.max_tokens), np.float32)  # of the model; as sampled
@@ -109,8 +109,8 @@ class RunningRequest:
 
 
 class Replay:
-    """Collects the log-probs of a known sequence: nats, over the full vocabulary at temperature 1, of all tokens but the first.
-    vLLM computes the log-probs of the prompt. Each later log-prob comes from the step that would sample the token."""
+    """Collects the log-probs of a known sequence by teacher forcing: of all tokens but the first, in nats, over the full vocabulary
+    at temperature 1. vLLM computes those of the prompt. Each later log-prob comes from the step that would sample the token."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         """`tokens`: the known tokens after the prompt."""
@@ -168,9 +168,9 @@ class VllmEngine(OwnedEngine):
         self._recompute = kv_after_update == "recompute"
         self._kept_max_age = kept_age_limit(kept_prefix_max_age, self._recompute)
         self._numbers = itertools.count()
-        # (slot, its new request; None: it has ended or was aborted). The owner task appends; the lane's next step applies them.
+        # (slot, its new request; None: its request has ended or was aborted). The owner task appends; the next step applies them.
         self._changes: deque[tuple[int, RunningRequest | None]] = deque()
-        # Sessions that have ended since the lane's last step.
+        # Sessions that have ended since the last step.
         self._forgotten: deque[str] = deque()
         # Only the lane uses the attributes from here on.
         self._core: Any = None
@@ -192,7 +192,7 @@ class VllmEngine(OwnedEngine):
         check_tokens(request, self.spec.vocabulary, self.tokenizer is not None)
 
     def statistics(self) -> dict[str, float]:
-        """See the base class. Two more counts: `prefill_tokens` computed, and `copied_tokens` taken from a shared prompt."""
+        """See the base class. Also, since the start: `prefill_tokens` computed, and `copied_tokens` found in the cache."""
         return super().statistics() | {"prefill_tokens": float(self._prefilled), "copied_tokens": float(self._copied)}
 
     # -- weights.sync.BoardEngine
@@ -202,13 +202,13 @@ class VllmEngine(OwnedEngine):
         self._core = self._open_core(self._choose)
 
     def move_to(self, half: Tensor, version: int) -> None:
-        """Use the weights in `half`, which have this version, for all later tokens. Call this on the lane."""
+        """Use the weights of `version`, which lie in `half`, for all later tokens. Call this on the lane."""
         self._core.bind(half, version)
         self.version = version
         if self._recompute:
             self._core.forget_caches()
             return
-        # Start the requests again that have no sampled token.
+        # Restart the requests without a sampled token.
         for name in [name for name, slot in self._slot_of_name.items() if not self._slots[slot].count]:
             self._core.abort([name])
             self._add_to_core(self._slot_of_name.pop(name))
@@ -299,18 +299,17 @@ class VllmEngine(OwnedEngine):
         # A new name: the core keeps the name of an aborted request until its next step.
         name, running = f"{slot}.{next(self._numbers)}", self._slots[slot]
         self._slot_of_name[name] = slot
-        request = running.request
-        limit = request.sampling.max_tokens
+        prompt, max_tokens = running.request.prompt_ids.tolist(), running.request.sampling.max_tokens
         salt, running.base_version = self._choose_salt(running, name)
         running.reused = 0
-        self._core.add(name, request.prompt_ids.tolist(), limit, running.stop_ids, salt=salt)
+        self._core.add(name, prompt, max_tokens, running.stop_ids, salt=salt)
 
     def _choose_salt(self, running: RunningRequest, name: str) -> tuple[str, int | None]:
-        """The salt of the blocks that the request may share, and `RunningRequest.base_version`."""
+        """The salt of the request (see `_CachedPrefix`), and its `RunningRequest.base_version`."""
         prompt = running.request.prompt_ids
         prefixes = [] if running.session is None else self._prefixes.get(running.session, [])
         versions = [kept.version for kept in prefixes if np.array_equal(prompt[: kept.tokens.size], kept.tokens)]
-        # If nothing is kept, a request that continues an earlier request must not find the earlier blocks by accident.
+        # If nothing may be kept, a request that continues an earlier request gets a new salt: it must find no earlier blocks.
         if versions and self._kept_max_age is None:
             return name, None
         base = max(versions, default=None)
@@ -357,7 +356,7 @@ class VllmEngine(OwnedEngine):
             self._batches.append(rows)
 
     def _choose(self, names: Sequence[str], logits_NV: Tensor) -> Tensor:
-        """Sample tokens [N] from logits [N, V]. vLLM ignores tokens of incomplete prompts; `_compute` drops their log-probs."""
+        """Sample tokens [N] from logits [N, V]. vLLM ignores tokens of incomplete prompts; `_compute` ignores their log-probs."""
         replayed = None
         if _REPLAY in names:
             assert self._replay is not None
@@ -377,8 +376,7 @@ class VllmEngine(OwnedEngine):
         return torch.from_numpy(sampled.tokens)
 
     def _parameters(self, names: Sequence[str]) -> RowParams:
-        """Sampling parameters for the next token of each request. The replayed request has no slot. Its row gets greedy parameters,
-        and the sampled token is replaced."""
+        """Sampling parameters for the next token of each request; greedy for the replayed request, whose token is replaced."""
         requests = [self._slots[self._slot_of_name[name]] if name in self._slot_of_name else None for name in names]
         sampling = [_GREEDY if running is None else running.request.sampling for running in requests]
         seeds = np.array([0 if running is None else running.seed for running in requests], np.uint64)

@@ -1,9 +1,9 @@
 """Copies weights from a flat buffer with transformers' names into vLLM's model, whose parameters have other names and shapes.
 
-vLLM loads its weights once, from views of a buffer. `record` intercepts torch's dispatcher meanwhile and notes each copy
-into a parameter. `fill` repeats the copies from later buffers.
+vLLM loads its weights once, from views of a buffer. Meanwhile `record` intercepts torch's dispatcher and notes each copy into a
+parameter. `fill` repeats the copies from later buffers.
 
-`record` refuses a parameter that was computed instead of copied (transposed, scaled, split by expert) or not written exactly once.
+`record` refuses a parameter that was computed instead of copied (transposed, scaled), or was not written exactly once.
 `require_all_read` refuses a weight that vLLM did not read: vLLM would compute another model without an error.
 """
 
@@ -24,9 +24,9 @@ _USE_OTHER = "use generation.engine=embedded"
 
 
 class RecordedPiece(NamedTuple):
-    """A copy of `rows` times `size` elements to offset `target` of the parameter, where they are contiguous. Row 0 begins at
-    offset `source` of the buffer, each further row `step` elements later. `rows` is above 1 where a process of a split engine has
-    some columns of a weight. `source` None: padding."""
+    """A copy of `rows` times `size` elements to offset `target` of the parameter, where they are contiguous. In the buffer row 0
+    begins at offset `source`, and each further row `step` elements after the row before. `rows` is above 1 if a process of a split
+    engine has some columns of a weight. `source` None: zeros (padding)."""
 
     target: int
     source: int | None
@@ -49,10 +49,8 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Tensor]) -> dict[str, list[RecordedPiece]]:
     """For each of `targets`, which must not share storage, the pieces that `load` copies into it from views of `buffer`. They cover
-    the target in order. Neighbours in the target that are also neighbours in the buffer are merged. `require_all_read` must follow.
-
-    Errors: ConfigError for a parameter that does not consist only of copies.
-    """
+    the target in order. Neighbours in the target that are also neighbours in the buffer are merged. Call `require_all_read`
+    afterwards. Errors: ConfigError for a parameter that does not consist only of copies."""
     with _WriteRecorder(buffer, targets) as writes:
         load(layout.views(buffer))
     return {
@@ -141,10 +139,10 @@ def _merge_pieces(name: str, tensor: Tensor, found: list[RecordedPiece]) -> list
 
 
 def require_all_read(layout: Layout, pieces: Iterable[RecordedPiece]) -> None:
-    """`pieces`: of all parameters, in all processes of an engine. Errors: ConfigError for a weight that is not read as a whole."""
+    """Errors: ConfigError for a weight that is not read as a whole. `pieces`: of all parameters, in all processes of an engine."""
     table = np.array([piece[1:] for piece in pieces if piece.source is not None], np.int64).reshape(-1, 4)
     source, size, count, step = (np.repeat(column, table[:, 2]) for column in table.T)
-    # The number of each row in its piece.
+    # The index of each row in its piece.
     number = np.arange(count.size) - np.repeat(np.cumsum(table[:, 2]) - table[:, 2], table[:, 2])
     starts, ends = source + number * step, source + number * step + size
     order = np.argsort(starts, kind="stable")

@@ -16,8 +16,8 @@ _MEMORY = Path("/dev/shm")
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
-    """An empty folder. Inside the context this process creates its temporary files there, because vLLM leaves a file of its process
-    group behind. First the folders of killed processes are removed. Errors: OSError."""
+    """A new folder, removed after the context. Inside the context this process creates its temporary files there, because vLLM
+    never deletes the file of its process group. First removes the folders of killed processes. Errors: OSError."""
     original, root = tempfile.tempdir, tempfile.gettempdir()
     _remove_orphans(Path(root))
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=root, ignore_cleanup_errors=True) as folder:
@@ -34,7 +34,7 @@ def temporary_folder() -> Iterator[str]:
 
 def _remove_orphans(root: Path) -> None:
     for folder in root.glob(f"{_PREFIX}*"):
-        # OSError: the folder's process lives, or the folder is of another user, or it is gone.
+        # OSError: the process of the folder lives, the folder belongs to another user, or it does not exist any more.
         with contextlib.suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -50,7 +50,7 @@ def _remove_orphans(root: Path) -> None:
 
 
 def remove_segments(name: str) -> None:
-    """Remove the shared memory whose names vLLM derives from the file `name` of its process group."""
+    """Remove the shared memory whose names vLLM derives from the name of the file of its process group."""
     if name.startswith("vllm_dist_"):
         for path in _MEMORY.glob(f"{name}-*"):
             path.unlink(missing_ok=True)

@@ -1,15 +1,15 @@
 """The adapter for vLLM 0.32 and 0.33. Only the files `v0_32*.py` use vLLM's internals, and only internals that both versions share.
 A minor version with other internals needs another adapter.
 
-vLLM's engine core runs in this thread, without a process or socket (`InprocClient`). Nothing of it runs between two calls of
-`step`, so weights may be changed then.
+vLLM's engine core runs in this thread, without a process or socket (`InprocClient`). Between two calls of `step` the core does
+nothing, so the weights may change.
 
 Weights: vLLM's own loader copies them once from a buffer, and recording.py records each copy. `bind` repeats the copies from
 another buffer into the same parameters. Therefore every layer must compute with its parameters as they were loaded. On a CPU vLLM
 would pack the weights of linear layers and experts into copies; v0_32_cpu.py prevents that.
 
-On a GPU the parameters keep their addresses, so compiled code and CUDA graphs stay valid. `bind` launches the copies on the stream
-that this thread's steps run on (vLLM makes it the thread's current stream), so the next step reads the new weights without a wait.
+On a GPU the parameters keep their addresses, so compiled code and CUDA graphs stay valid. `bind` launches the copies on the CUDA
+stream of this thread's steps, which vLLM makes the current stream. So the next step reads the new weights without a wait.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model for vLLM. `config`: the config of transformers, as JSON. `buffer`: a flat tensor of this layout with any weights, on
-    the device that vLLM computes on."""
+    """A model for vLLM. `config`: the config of transformers, as JSON. `buffer`: a flat tensor with weights of some version in this
+    layout, on the device of vLLM."""
 
     config: Mapping[str, Any]
     layout: Layout
@@ -92,11 +92,11 @@ class CoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The result of a step for one request. `computed`: tokens of the prompt that the step computed, and sampled tokens that it
-    computed again. `cached`: tokens of the prompt that were found in the cache, reported with the first sampled token."""
+    """The result of a step for one request. `computed`: number of prompt tokens that the step computed, plus sampled tokens that
+    it computed again. `cached`: number of prompt tokens that vLLM found in the cache, reported with the first sampled token."""
 
     name: str
-    token: int | None
+    token: int | None  # None: the prompt is incomplete
     ended: bool
     stopped: bool  # ended by a stop token
     computed: int
@@ -105,17 +105,11 @@ class StepOutput:
 
 
 class VllmCore:
-    """vLLM's scheduler, cache and model. Only the thread that creates the core may use it. A process may have one core."""
+    """vLLM's scheduler, cache and model. Only the thread that creates the core may use it. A process has at most one core."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        limits: CoreLimits,
-        choose: ChooseTokens,
-        split: Split | None = None,
-    ) -> None:
-        """`choose`: samples the tokens of a step. `split`: over which devices the engine is split; None: it is not split. Errors:
-        ConfigError if vLLM cannot run this model, or if new weights could not be copied into it."""
+    def __init__(self, spec: ModelSpec, limits: CoreLimits, choose: ChooseTokens, split: Split | None = None) -> None:
+        """`choose`: samples the tokens of a step. `split`: over which devices the engine is split; None: one device. Errors:
+        ConfigError if vLLM cannot run this model, or if new weights could not be copied into vLLM's model."""
         device = spec.buffer.device
         _require_build(device)
         if split is not None:
@@ -138,7 +132,7 @@ class VllmCore:
         # The model itself, without the wrapper that replays CUDA graphs.
         self.model: nn.Module = runner.get_model()
         runner.sampler = EngineSampler(runner, choose)
-        self._scheduled: dict[str, int] = {}  # name of a request -> its tokens in the last step
+        self._scheduled: dict[str, int] = {}  # request -> number of its tokens in the last step
         schedule = self._core.scheduler.schedule
 
         def schedule_and_record(*args: Any, **options: Any) -> Any:
@@ -165,7 +159,7 @@ class VllmCore:
         self._add(name, prompt, salt, max_tokens=max_tokens, stop_token_ids=list(stop_ids))
 
     def add_replay(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
-        """Add a request whose first output has the log-probs of the prompt. The request uses no cached prompt."""
+        """Add a request whose first output has the log-probs of the prompt. vLLM computes the whole prompt, without the cache."""
         self._add(name, prompt, name, max_tokens=max_tokens, prompt_logprobs=0)
 
     def _add(self, name: str, prompt: Sequence[int], salt: str, **sampling: Any) -> None:
@@ -188,7 +182,7 @@ class VllmCore:
         self._client.abort_requests(list(names))
 
     def forget_caches(self) -> None:
-        """Drop all cached keys and values. Running requests compute theirs again."""
+        """Drop all cached keys and values. vLLM computes those of running requests again."""
         self._core.reset_prefix_cache(reset_running_requests=True)
 
     # -- steps
@@ -206,9 +200,9 @@ class VllmCore:
 
     @torch.no_grad()
     def bind(self, buffer: Tensor, version: int) -> None:
-        """Copy the weights of this version, in `buffer`, into vLLM's parameters, in place. The next step computes with them. On a
-        GPU this only launches the copies; `buffer` may be changed after an event that is recorded now on the current stream. A
-        split engine waits for its partners, which find the version on the board."""
+        """Copy the weights of this version from `buffer` into vLLM's parameters, in place. The next step computes with them. On a
+        GPU this only launches the copies: before you change `buffer`, record an event on the current stream and wait for it. A
+        split engine ignores `buffer` and waits for its partners (v0_32_split.py): each process finds the version on the board."""
         if self._executor is not None:
             self._executor.collective_rpc("start_weight_update")
             self._executor.collective_rpc("update_weights", args=({"version": version},))
@@ -257,7 +251,7 @@ class _Loader(BaseModelLoader):
 
 @contextlib.contextmanager
 def loading(spec: ModelSpec) -> Iterator[type[_Loader]]:
-    """Inside the context vLLM creates the model of `spec` in this process, and loads its weights by the yielded class.
+    """Inside the context vLLM creates the model of `spec` in this process, and loads the weights with the yielded class.
     Errors: ConfigError for an architecture that vLLM does not have."""
     loader = type("BufferLoader", (_Loader,), {"spec": spec})
     register_model_loader(_FORMAT)(loader)
@@ -276,8 +270,8 @@ def _rename(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator
 
 
 def write_config(config: Mapping[str, Any], root: str) -> str:
-    """Write the model's configuration below `root`. Returns the folder, whose name is a digest of the configuration: on a GPU vLLM
-    keeps its compiled code, and the folder's path is in the code's key. Another worker may read or write the same file now."""
+    """Write the model's configuration below `root`, and return its folder. The folder's name is a digest of the configuration: on a
+    GPU the path is in the keys of vLLM's cache of compiled code. Replaces the file atomically, because other workers may use it."""
     text = json.dumps(config, sort_keys=True)
     folder = Path(root, _FORMAT, hashlib.sha256(text.encode()).hexdigest()[:16])
     folder.mkdir(parents=True, exist_ok=True)
@@ -300,7 +294,7 @@ def _require_build(device: torch.device) -> None:
 def _plain_layers(device: torch.device) -> Iterator[None]:
     """Inside the context vLLM creates layers that compute with their parameters as they were loaded."""
     if device.type != "cpu":
-        # On a GPU all layers do, except those that `require_supported` refuses.
+        # On a GPU all layers compute so, except those that `require_supported` refuses.
         yield
         return
     from .v0_32_cpu import unbound_memory, unpacked
@@ -320,8 +314,8 @@ def _load_classes(architectures: Sequence[str]) -> None:
 
 
 def _engine_config(folder: str, spec: ModelSpec, limits: CoreLimits, processes: int = 1) -> VllmConfig:
-    """`processes`: how many the engine has. Errors: ConfigError for a model that vLLM does not compute from its weights alone;
-    vLLM's own errors."""
+    """`processes`: how many processes the engine has. Errors: ConfigError for a model that vLLM computes from copies of its
+    weights; vLLM's own errors."""
     config = _engine_arguments(folder, spec, limits, processes).create_engine_config()
     model = config.model_config
     other = (
@@ -372,7 +366,7 @@ def memory_share(spec: ModelSpec, limits: CoreLimits, total: int, processes: int
 
 
 def _blocks(limits: CoreLimits) -> int:
-    """Enough blocks that no admitted sequence is preempted. A sequence may fill one block partly, and vLLM reserves one block."""
+    """Number of blocks with which no admitted sequence is preempted. A sequence may fill its last block partly; vLLM reserves 1."""
     return -(-limits.positions // BLOCK) + limits.sequences + 1
 
 
@@ -427,7 +421,7 @@ def require_supported(model: nn.Module, loaded: Mapping[str, Tensor], device: to
 
 
 def _computes_in_place(experts: RoutedExperts, device: torch.device) -> bool:
-    """Whether these experts are computed from the parameters as they were loaded."""
+    """Whether vLLM computes these experts from the parameters as they were loaded."""
     method = experts.quant_method
     if type(method) is not UnquantizedFusedMoEMethod:
         return False

@@ -1,4 +1,4 @@
-"""vLLM 0.32 and 0.33 on a CPU: layers that compute with their parameters as they were loaded. Imported where a worker is on a CPU.
+"""vLLM 0.32 and 0.33 on a CPU: layers that compute with their parameters as they were loaded. Only a worker on a CPU imports this.
 
 vLLM would pack the weights of linear layers and experts into copies, which `VllmCore.bind` does not change.
 """
@@ -76,7 +76,7 @@ def unbound_memory() -> Iterator[None]:
 
 
 def is_replaced(method: Any) -> bool:
-    """Whether `_sum_of_experts` computes the experts of a layer. `method`: the `quant_method` of the layer."""
+    """Whether `_sum_of_experts` computes the experts of a layer. `method`: the layer's `quant_method`."""
     return isinstance(getattr(method.moe_kernel, "fused_experts", None), CPUUnquantizedExperts)
 
 

@@ -38,13 +38,14 @@ def serve(channel: Connection) -> Never:
     number, lock = options["rank"], threading.Lock()
     wrapper = WorkerWrapperBase(number)
     with v0_32.loading(v0_32.ModelSpec(model_config, layout, board.half(half))) as loader:
+        # `init_worker` takes a list with the arguments of all ranks, and reads only those of this rank.
         wrapper.init_worker([{}] * number + [options | {"is_driver_worker": False, "shared_worker_lock": lock}])
         wrapper.init_device()
         try:
             wrapper.load_model()
             v0_32.require_supported(wrapper.get_model(), loader.parameters, device)
         except v0_32.FAILURES as error:
-            # The worker raises this, or an error of its own, and then closes the channel.
+            # The worker raises this error or its own, then closes the channel: `recv` waits for that.
             channel.send(error if isinstance(error, ConfigError) else RuntimeError(str(error)))
             channel.recv()
             raise

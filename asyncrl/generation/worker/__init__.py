@@ -1,4 +1,4 @@
-"""Engines in worker processes. A worker owns a device and generates while the ranks of the machine train.
+"""Engines in worker processes. A worker generates on its device (several with `generation.tensor_parallel`) while ranks train.
 
     rank    engine.py    the engine that the run uses: requests, generations, weights, restarts of dead workers
             router.py    chooses the worker of each request

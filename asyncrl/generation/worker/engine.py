@@ -6,13 +6,13 @@
 
 Guarantees
 * A request is answered once. The engine takes every answer that a worker sent before the worker died. The unanswered requests of a
-  dead worker go, with the same seeds, to other workers or to the worker that replaces it, its successor. A successor starts with
-  the current weights, and the successor of a pinned worker with the pinned weights. What the dead worker kept for sessions is
-  computed again.
+  dead worker go, with the same seeds, to other workers or to its *successor*, the worker that replaces it. A successor starts with
+  the current weights, but the successor of a pinned worker with the pinned weights. The keys and values that the dead worker kept
+  for sessions are computed again.
 * The engine kills a worker that sends nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`.
   While a worker starts, both limits are `stage_timeout_s`, but a silent worker without CPU time is killed after `loop_timeout_s`.
-* Three failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the
-  last lines of the worker's output), wrong weights, and a first start that fails.
+* Four failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the
+  last lines of the worker's output), wrong weights, an engine that a worker cannot create, and a death during the first start.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from .router import RoutedJob, Router
 logger = logging.getLogger("asyncrl.generation")
 
 MOST_DEATHS = 3  # of one worker, without a finished sequence between them
+# Interval of the checks whether a worker hangs.
 _WATCH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits of requests and of workers, in tokens, sequences and seconds."""
+    """Limits of requests and of workers. Names with `_s` are time limits in seconds."""
 
     workers: int
     max_sequences: int  # of one worker
@@ -58,20 +59,18 @@ class WorkerLimits:
     start_s: float  # of a start
     silent_s: float  # without a message
     closure_s: float  # of one closure
-    # With `preset: sync` a group's number chooses its worker, and every `ranks`th group belongs to this rank. Else None.
+    # In `preset: sync` the number of ranks, because the number of a group decides its rank and its worker. Else None.
     ranks: int | None = None
 
     @property
     def capacity(self) -> int:
-        """Limit of requests at one worker: those that run, and a reserve from which the worker fills freed places."""
+        """Limit of requests at one worker: those that run, and a reserve that the worker starts when others have ended."""
         return self.max_sequences + max(2, self.max_sequences // 8)
 
 
 class WorkerEngine(BaseEngine):
-    """Implements `ports.Engine`, and `update_weights` of a weight board. See the module docstring.
-
-    setup: returns the `Setup` of worker `n`. show_stage: is called with the stage of a worker's start.
-    """
+    """Implements `ports.Engine`, and `update_weights` of a weight board. See the module docstring. setup: returns the `Setup` of
+    a worker, by its number. show_stage: called with a text at each stage of a worker's start."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class WorkerEngine(BaseEngine):
         self._pins = Pins(self._router, self._peers, recorder, self._assign)
         self._updates: list[WeightUpdate] = []
         self._dead_statistics: dict[str, float] = {}  # sums over dead workers
-        self._finishes: Counter[int] = Counter()  # sequences, by worker
+        self._finishes: Counter[int] = Counter()  # number of finished sequences, by worker
         self._aborted = 0
         self._starting: list[asyncio.Future[None]] = []  # callers of `wait_until_serving`
 
@@ -107,14 +106,11 @@ class WorkerEngine(BaseEngine):
         check_request(request, self.limits.max_context)
         # Plain types: a worker cannot unpickle a user's class, such as an Enum.
         s = request.sampling
-        biases, words = (
-            {int(t): float(b) for t, b in s.logit_bias.items()},
-            tuple(tuple(map(int, w)) for w in s.bad_words),
-        )
+        biases = {int(token): float(bias) for token, bias in s.logit_bias.items()}
+        words = tuple(tuple(map(int, word)) for word in s.bad_words)
         stops, ids = tuple(map(str.__str__, s.stop)), tuple(map(int, s.stop_token_ids))
-        request = replace(
-            request, sampling=replace(s, stop=stops, stop_token_ids=ids, bad_words=words, logit_bias=biases)
-        )
+        sampling = replace(s, stop=stops, stop_token_ids=ids, bad_words=words, logit_bias=biases)
+        request = replace(request, sampling=sampling)
         check_tokens(request, self.limits.vocabulary, self.limits.has_tokenizer)
         job = self._router.add(request, asyncio.get_running_loop().create_future(), pinned=pinned)
         self._assign()
@@ -135,11 +131,12 @@ class WorkerEngine(BaseEngine):
         self._pins.newest = PostedVersion(version, half, outputs)
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Returns once every worker that is not pinned computes with this version, from this half of the board. A worker that is
-        starting gets the version before its first request. Then only a pinned worker may read the other half (see `reads`).
+        """Returns once every worker that is not pinned computes with this version, from this half of the board, and the pinned
+        worker has answered the requests that it got before the pin. A worker that is starting gets the version before its first
+        request. After the return only a pinned worker may read the other half.
 
-        `outputs`: log-probs that the trainer computes with the version (models/outputs.py). A worker with other log-probs ends the
-        engine with a DivergenceError a moment later."""
+        `outputs`: log-probs that the trainer computes with the version (models/outputs.py); None: no comparison. A worker with
+        other log-probs ends the engine with a DivergenceError, perhaps after the return."""
         self._require_open()
         repeated = self._pins.newest == (version, half, outputs)
         assert repeated or not self._pins.reads(half), "the half was written while a worker reads it"
@@ -165,7 +162,7 @@ class WorkerEngine(BaseEngine):
         return await self._pins.begin(version, self._sample)
 
     def statistics(self) -> dict[str, float]:
-        """`Engine.statistics` summed over the last reports of all workers. `waiting` includes requests that no worker has yet;
+        """See `ports.Engine`: sums over the last reports of all workers. `waiting` includes requests that no worker has yet.
         `reserved_positions` sums prompt + max_tokens over the requests that workers have."""
         total = dict(self._dead_statistics)
         for peer in self._peers.values():
@@ -236,7 +233,7 @@ class WorkerEngine(BaseEngine):
     # -- a worker and its successors
 
     async def _run_worker(self, number: int) -> None:
-        deaths, first = 0, True
+        deaths, first_start = 0, True
         while True:
             peer: Peer | None = None
             finished_before = self._finishes[number]
@@ -249,21 +246,21 @@ class WorkerEngine(BaseEngine):
                     await peer.process.aclose(LEAVE_S)
             except (WorkerDied, BlockingIOError) as died:
                 deaths = 1 if self._finishes[number] > finished_before else deaths + 1
-                if first and (peer is None or not peer.ready):
+                if first_start and (peer is None or not peer.ready):
                     raise
                 if deaths >= MOST_DEATHS:
                     raise GenerationError(f"worker {number} died {deaths} times in a row: {died}") from died
-                first = False
+                first_start = False
                 logger.warning(
                     "%s\nit is started again (%d of at most %d times in a row)", died, deaths, MOST_DEATHS - 1
                 )
                 self.recorder.count("engine/worker_deaths")
-                # EAGAIN: the system has too many processes. Wait until some have ended.
+                # EAGAIN: the system has too many processes. Some may end before the next try.
                 if isinstance(died, BlockingIOError):
                     await anyio.sleep(_WATCH_S)
 
     async def _serve(self, peer: Peer) -> None:
-        """Runs until the process has ended. Errors: WorkerDied, then."""
+        """Runs until the process has ended, then raises WorkerDied."""
         async with plain_task_group() as tasks:
             spawn(tasks, "watch over a worker", self._watch, peer)
             await peer.receive(self.recorder, self._on_message)
@@ -297,7 +294,7 @@ class WorkerEngine(BaseEngine):
         while True:
             began = loop.time()
             await anyio.sleep(_WATCH_S)
-            # The event loop was blocked, so messages of the worker may be unread: that time is no silence of the worker.
+            # The event loop was blocked, so messages of the worker may be unread: that time does not count as silence.
             if loop.time() - began > 2 * _WATCH_S:
                 peer.last_message_at = min(loop.time(), peer.last_message_at + loop.time() - began)
                 continue
@@ -307,20 +304,21 @@ class WorkerEngine(BaseEngine):
                 return
 
     def _retire(self, peer: Peer) -> None:
-        """A worker ended or is being closed: give its requests back to the router, which sends them to other workers."""
+        """A worker has ended or is being closed. Its requests go back to the router, which gives them to other workers."""
         del self._peers[peer.number]
         for name in ("tokens", "decode_steps", "prefill_tokens", "copied_tokens"):
             self._dead_statistics[name] = self._dead_statistics.get(name, 0.0) + peer.statistics.get(name, 0.0)
         self._router.remove_worker(peer.number)
         self._pins.finish_ended_pin()
         self._assign()
-        # A process that still runs may read the old weights.
+        # Not for a process that still runs: it may read the old weights.
         if peer.process.ended.done():
             self._answer_updates()
 
     # -- weights
 
     def _answer_updates(self) -> None:
+        # Requests that the pinned worker got before the pin still get tokens of the pinned version, which is older.
         if self._pins.pinned_worker_has_earlier_requests:
             return
         moving = (

@@ -12,7 +12,7 @@ from asyncrl.concurrency.child import die_with_parent
 if __name__ == "__main__":
     # Before the slow imports, so that a worker never outlives its rank.
     die_with_parent(int(sys.argv[2]))
-    # Modules create no garbage. Garbage collection would take a sixth of the time of their import.
+    # The imports create no garbage. Garbage collection would take a sixth of their time.
     gc.disable()
     from asyncrl.generation.worker.server import main
 

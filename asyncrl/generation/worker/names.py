@@ -1,4 +1,4 @@
-"""Names of the shared memory between a rank and its workers. Removes such memory of dead runs."""
+"""Names of the shared memory between a rank and its workers, and removal of the shared memory of dead runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...errors import ArenaOwned, TransportError
 from ...transport.inventory import clear
 from ...transport.memory.segment import DIRECTORY, PREFIX
 
-# Segments with such a name may be deleted. So the pattern must not match a name that a user would choose.
+# A segment with a matching name may be deleted. So the pattern must not match a name that a user would choose.
 _GENERATED_NAME = re.compile(r"worker-[a-z]+-\d+\.\d+\.[0-9a-f]{12}")
 
 
@@ -22,10 +22,8 @@ def segment_name() -> str:
 
 
 def remove_orphans() -> list[str]:
-    """Remove this user's worker segments whose owner process is dead, even damaged segments. Returns their names.
-
-    A suspended owner counts as alive. The function reads files, so call it in a thread.
-    """
+    """Remove this user's worker segments whose owner process is dead, even damaged segments. A suspended owner counts as alive.
+    Returns the names of the removed segments. Call this in a thread, because it reads files."""
     removed = []
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}worker-*")):
         name = path.name.removeprefix(PREFIX)

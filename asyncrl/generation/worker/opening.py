@@ -25,7 +25,7 @@ from asyncrl.transport.memory.board import Board, wait_for_device
 Serving: TypeAlias = EmbeddedEngine | VllmEngine
 
 
-async def open_serving(
+async def create_engine(
     setup: Mapping[str, Any],
     config: Config,
     device: torch.device,
@@ -33,8 +33,8 @@ async def open_serving(
     recorder: Recorder,
     report_stage: Callable[[str], None],
 ) -> tuple[Serving, Board]:
-    """The engine (not yet opened with `async with`) and the board with its weights. Takes minutes for a large model. `report_stage`
-    is called with a text at each stage. Errors: ConfigError; TransportError if the board has another layout."""
+    """The engine, not yet opened with `async with`, and the weight board. Takes minutes for a large model. `report_stage` is called
+    with a text at each stage. Errors: ConfigError; TransportError if the board has another layout."""
     options = {name: setup[name] for name in ("max_sequences", "max_context", "kv_positions")}
     options["kv_after_update"] = config.engine.kv_after_update or "keep"
     options["kept_prefix_max_age"] = config.engine.kept_prefix_max_age or 0
@@ -74,7 +74,7 @@ async def _attach_board(
     board = await lane.run(
         lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to, one_copy), name="engine/board"
     )
-    # A half that has weights. If the trainer overwrites the half during the fetch, the worker's first update repairs the weights.
+    # A half with weights of some version. If the trainer overwrites it during the fetch, the first update repairs the weights.
     index = 0 if board.version(0) is not None else 1
     await wait_for_device(await lane.run(lambda: board.fetch(index), name="engine/fetch"))
     return board, board.half(index)
@@ -98,7 +98,7 @@ async def _open_vllm(
     version = await lane.run(lambda: require_vllm(device.type), name="engine/version")
     report_stage(f"importing vLLM {version}")
     adapter = await lane.run(load_adapter, name="engine/import")
-    # `VllmEngine.outputs` computes a fixed sequence of TOKENS tokens beside the requests.
+    # The limits include the fixed sequence of TOKENS tokens that `VllmEngine.outputs` computes beside the requests.
     limits = adapter.CoreLimits(
         sequences=options["max_sequences"] + 1,
         context=max(options["max_context"], TOKENS + 1),

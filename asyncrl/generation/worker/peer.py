@@ -22,8 +22,8 @@ LEAVE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a worker is started. `message`: the first message to it; `fds`: descriptors that it inherits, under the same numbers;
-    `environment`: variables added to those of this process; `log`: the file of its output."""
+    """How a worker is started. `message`: the first message to the worker; `fds`: descriptors that it inherits, under the same
+    numbers; `environment`: variables added to those of this process; `log`: file for its output; None: a temporary file."""
 
     message: Mapping[str, Any]
     fds: Sequence[int]
@@ -39,12 +39,12 @@ class Peer:
         self.number = number
         # Whether the worker has loaded its model.
         self.ready = False
-        # Versions that the worker computes with, and that it was sent last. -1: none.
+        # The version that the worker computes with, and the version that it was sent last. -1: none.
         self.version = self.sent_version = -1
-        # From the newest report. `closure`: name of the running closure on the worker's lane, and its seconds so far; None: none.
+        # From the newest report. `closure`: name and seconds so far of the closure on the worker's lane; None: no closure runs.
         self.statistics: dict[str, float] = {}
         self.closure: tuple[str, float] | None = None
-        # Loop times: of the newest message; of the last check at which the worker had used the processor since the check before.
+        # Times of the event loop: of the newest message; of the newest call of `hang_reason` at which the CPU time had grown.
         self.last_message_at = self._computed_at = asyncio.get_running_loop().time()
         self._processor_s = 0.0
         self._leaving = False
@@ -57,17 +57,17 @@ class Peer:
         self.process.channel.send({"setup": {**setup.message, "number": number}})
 
     def put(self, number: int, request: GenerationRequest | None) -> None:
-        """Send a request, or None to cancel it. Requests of one iteration of the event loop go out in one message, in order."""
+        """Send request `number`; None cancels it. Requests of one iteration of the event loop go out in one message, in order."""
         self._flush_soon()
         self._outbox.append((number, request))
 
     def end_session(self, session: str) -> None:
-        """Send the end of a session. The message also has this iteration's requests, which the worker begins first."""
+        """Send the end of a session. The message also has the requests of this iteration, which the worker begins first."""
         self._flush_soon()
         self._ended_sessions.append(session)
 
     def send_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Send the worker its next weights. The worker binds them between two closures, reports that, then compares `outputs`."""
+        """Announce the next weights. The worker binds them between two closures, reports that, then compares `outputs`."""
         self.sent_version = version
         self.process.channel.send({"weights": version, "half": half, "outputs": outputs})
 
@@ -82,8 +82,8 @@ class Peer:
         self._ended_sessions.clear()
 
     async def receive(self, recorder: Recorder, on_message: Callable[[Peer, dict[str, Any]], None]) -> None:
-        """Receive messages until the worker ends; store its reports. Errors: WorkerDied; DivergenceError for wrong weights;
-        ConfigError if its engine cannot run the model."""
+        """Receive messages until the worker ends, and store its reports. Errors: WorkerDied; DivergenceError for wrong weights;
+        ConfigError if the worker's engine cannot run the model."""
         while True:
             try:
                 message = await self.process.channel.receive()
@@ -120,9 +120,9 @@ class Peer:
         return WorkerDied(self.number, self.process.pid, status, self.process.last_lines())
 
     def hang_reason(self, start_s: float, silent_s: float, closure_s: float) -> str | None:
-        """Why a living worker hangs, or None. Limits: `silent_s` without a message, `closure_s` in one closure. While the
-        worker starts, both limits are `start_s`, and it must not be idle for `silent_s`. Importing torch takes long, but it
-        uses the processor."""
+        """Why a living worker hangs, or None. Call this regularly: it measures CPU time between calls. Limits: `silent_s` without a
+        message, `closure_s` in one closure. While the worker starts, both limits are `start_s`. A worker without message and CPU
+        time for `silent_s` hangs even then: importing torch takes long, but uses CPU time."""
         if self._leaving:
             return None
         now, processor_s = asyncio.get_running_loop().time(), self.process.processor_s()

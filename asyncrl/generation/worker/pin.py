@@ -1,7 +1,8 @@
 """A worker that keeps a version of the weights (it is pinned) while the other workers move to later versions.
 
 From `begin` on the worker finishes its earlier requests and gets only pinned requests. If it dies, its successor starts with the
-pinned version. `Pin.end` sends the newest version. Once the worker has bound that version or died, the pinned half may be written.
+pinned version. `Pin.end` sends the newest version. Once the worker has bound that version (computes with it) or died, the trainer
+may write the half of the weight board from which the worker read the pinned version.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ Sample = Callable[[GenerationRequest, bool], Awaitable[Generation]]  # the flag:
 class Pin:
     """A worker that keeps one version of the weights: implements `ports.PinnedVersion`."""
 
-    worker: int  # number, which a successor has too
+    worker: int  # number of the worker and of its successors
     weights: PostedVersion
     sample: Sample
     on_end: Callable[[], None]
     ended: bool = False
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Errors: DivergenceError for a token of another version."""
+        """Sample with the pinned version; after `end` with any. Errors: DivergenceError for a token of another version."""
         if self.ended:
             return await self.sample(request, False)
         generation, version = await self.sample(request, True), self.weights.version
@@ -54,13 +55,13 @@ class Pins:
     ) -> None:
         """`peers`: the living workers, by number. `on_unpinned`: called once the worker may take other requests again."""
         self._router, self._peers, self._recorder, self._on_unpinned = router, peers, recorder, on_unpinned
-        self._pin: Pin | None = None  # until its worker has bound a newer version or died
+        self._pin: Pin | None = None  # stays after its end until `finish_ended_pin`
         self._waiting: list[asyncio.Future[None]] = []  # calls of `wait_unread`
         self.newest: PostedVersion | None = None  # the version that the other workers were sent last
 
     async def begin(self, version: int, sample: Sample) -> Pin | None:
-        """Pin the worker with the fewest reserved tokens among those that have bound `version`. Returns None if fewer than two have
-        bound it, if `version` is not the newest, or if another pin began meanwhile."""
+        """Wait for the end of an earlier pin. Then pin the worker with the fewest reserved tokens among those that have bound
+        `version`. None: fewer than two have bound it, `version` is not the newest, or another pin began meanwhile."""
         if self._pin is not None:
             await self.wait_unread(self._pin.weights.half)
         numbers = [number for number in self._peers if self._router.serves(number)]
@@ -71,7 +72,7 @@ class Pins:
         return self._pin
 
     def of(self, worker: int) -> PostedVersion | None:
-        """The version that this worker must keep; None: it takes the newest."""
+        """The version that this worker must keep; None: the worker moves to the newest version."""
         pin = self._pin
         return pin.weights if pin is not None and pin.worker == worker and not pin.ended else None
 
@@ -99,7 +100,7 @@ class Pins:
         if pin is None or not pin.ended or newest is None:
             return
         peer = self._peers.get(pin.worker)
-        # The worker still moves to the newest weights, and gets no requests before it has bound them.
+        # The worker has not bound the newest weights yet. Until then it gets no ordinary requests.
         if peer is not None and peer.sent_version >= 0 and peer.version < newest.version:
             return
         self._pin = None

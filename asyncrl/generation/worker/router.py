@@ -1,16 +1,18 @@
 """Chooses the worker of each request. The router only keeps lists: it never waits and sends nothing.
 
-Requests with the same `prefix_key` go to one worker, their *home*, as long as that worker has one of them. So their prompt is
-prefilled once. A worker may keep the keys and values of a session, so the session's next request goes to the same worker, unless
-that worker is full or has too large a share of the reserved tokens (prompt + max_tokens). Other requests go to the worker with the
-fewest reserved tokens. A worker gets at most `capacity` requests: those that it can run and a small reserve, so that the worker
-never waits for the rank. All further requests wait in the router by priority, then in the order of arrival.
+* Requests with the same `prefix_key` go to one worker, their *home*, as long as that worker has one of them. So their prompt is
+  prefilled once.
+* A worker may keep the keys and values of a session. So the session's next request goes to the same worker, unless that worker is
+  full or has far more reserved tokens (prompt + max_tokens) than another worker.
+* Other requests go to the worker with the fewest reserved tokens.
+* A worker gets at most `capacity` requests: those that it can run, and a small reserve so that it never waits for the rank. All
+  further requests wait in the router, the smallest priority first, then in the order of arrival.
 
-In `preset: sync` the group of a request decides its worker, and the request is sent at once, even beyond `capacity`. So the
-requests that a worker runs together do not depend on timing.
+In `preset: sync` the group of a request decides its worker. If that worker serves, it gets the request at once, even beyond
+`capacity`. So the requests that a worker runs together do not depend on timing.
 
-A *pinned* worker (at most one) keeps its earlier requests and gets only pinned requests, which no other worker gets. Groups whose
-home is the pinned worker get another home.
+At most one worker is *pinned* to a version (pin.py). It keeps its earlier requests and gets only pinned requests, which no other
+worker gets. Groups whose home is the pinned worker get another home.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ _MAX_LOAD_RATIO = 2
 class RoutedJob:
     """One request, and the future that its caller awaits."""
 
-    number: int  # counts the requests of this rank
+    number: int  # from 0, in the order of the calls
     request: GenerationRequest
     future: asyncio.Future[Generation]
-    worker: int | None = None  # None: it waits in the router
+    worker: int | None = None  # None: the request waits in the router
     pinned: bool = False  # only for the pinned worker
 
     @property
@@ -89,7 +91,7 @@ class Router:
         return sum(load.reserved for load in self._loads.values())
 
     def add(self, request: GenerationRequest, future: asyncio.Future[Generation], *, pinned: bool = False) -> RoutedJob:
-        """Queue a request. `pinned`: only the pinned worker may get it."""
+        """Queue a request. `pinned`: only the pinned worker may get the request."""
         job = RoutedJob(next(self._numbers), request, future, pinned=pinned)
         last = next(reversed(self._waiting.values()), job)
         self._waiting[job.number] = job
@@ -191,15 +193,15 @@ class Router:
             return self.pinned if self.pinned in loads and self._has_room(loads[self.pinned]) else None
         if self._worker_of is not None and job.request.group is not None:
             chosen = self._worker_of(job.request.group)
-            # The pinned worker is busy with an evaluation. Training goes on meanwhile and needs this request.
+            # The pinned worker is busy with an evaluation. Training needs this request meanwhile, so another worker gets it.
             if chosen == self.pinned:
                 return min((worker for worker in loads if worker != chosen), default=None)
             return chosen if self.serves(chosen) else None
         key = job.request.prefix_key
-        # A group whose home was pinned for a while is at two workers. The home is then the worker with more of its requests.
-        at = {w: load.prefixes[key] for w, load in loads.items() if w != self.pinned and load.prefixes[key]}
-        if key is not None and at:
-            home = max(at, key=at.__getitem__)
+        # A group whose home was pinned for a while has requests at two workers. The home is then the worker with most of them.
+        counts = {w: load.prefixes[key] for w, load in loads.items() if w != self.pinned and load.prefixes[key]}
+        if key is not None and counts:
+            home = max(counts, key=counts.__getitem__)
             return home if self._has_room(loads[home]) else None
         free = [worker for worker, load in loads.items() if worker != self.pinned and self._has_room(load)]
         least = min(free, key=lambda worker: (loads[worker].reserved, worker), default=None)

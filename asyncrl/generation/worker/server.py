@@ -1,6 +1,6 @@
 """The program of a generation worker. `rank` is the process that started the worker.
 
-A worker builds the model without its weights, binds the parameters to the weight board, and serves requests with an engine: the
+A worker builds the model, takes the weights from the weight board (it *binds* a version), and serves requests with an engine: the
 embedded engine or vLLM (`opening.py`). Closures run on the worker's lane. The event loop only moves messages.
 
     {"setup": ...}              rank -> worker    the first message
@@ -8,7 +8,7 @@ embedded engine or vLLM (`opening.py`). Closures run on the worker's lane. The e
     {"ready": true}             worker -> rank    the model is loaded
     {"weights": v, "half": h, "outputs": o}
                                 rank -> worker    move to version v, in half h of the board; o: see `PostedVersion`
-    {"bound": v}                worker -> rank    every later token is sampled with this version
+    {"bound": v}                worker -> rank    from now on tokens are sampled with this version
     {"report": ...}             worker -> rank    every `_REPORT_S`: statistics, running closure, telemetry
     {"requests": count}         rank -> worker    with a pickle: [(number, request; None cancels it), ...], [ended session, ...]
     {"sequence": n}             worker -> rank    with a pickle: the `Generation` of request n
@@ -44,7 +44,7 @@ from asyncrl.transport.memory.board import Board
 from asyncrl.types import GenerationRequest, PostedVersion
 from asyncrl.weights.sync import WeightReader
 
-from .opening import Serving, open_serving
+from .opening import Serving, create_engine
 
 _REPORT_S = 0.1
 
@@ -60,7 +60,7 @@ class Server:
         self._scopes: dict[int, anyio.CancelScope] = {}
 
     async def receive(self, tasks: TaskGroup) -> None:
-        """Receive until the rank closes the channel: start requests, cancel requests, set the target of the weights."""
+        """Receive until the rank closes the channel: start requests, cancel requests, set the version to move to."""
         with contextlib.suppress(EOFError):
             while True:
                 message = await self._control.receive()
@@ -94,8 +94,8 @@ class Server:
 
 
 async def report(control: Channel, lane: ThreadLane, recorder: Recorder, engines: Sequence[Serving]) -> None:
-    """Send reports until cancelled, also during the start. `closure`: name and seconds of the closure on the lane. `engines`: empty
-    until the engine is open."""
+    """Send reports until cancelled, also during the start. `engines`: empty until the engine is open. A report has the name and the
+    seconds of the closure that the lane runs now."""
     while True:
         current = lane.current()
         closure = None if current is None else [current[0], awake.now() - current[1]]
@@ -124,7 +124,7 @@ async def serve(control: Channel) -> None:
         engines: list[Serving] = []
         spawn(tasks, "reports", report, control, lane, recorder, engines)
         try:
-            engine, board = await open_serving(
+            engine, board = await create_engine(
                 setup, config, device, lane, recorder, lambda text: control.send({"stage": text})
             )
         except (ConfigError, OutOfMemory) as error:

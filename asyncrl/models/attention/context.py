@@ -1,7 +1,7 @@
 """Attention over packed trees whose tokens are spread over ranks (`distributed.context`; DeepSpeed Ulysses, arXiv:2309.14509).
 
-n siblings share each microbatch: sibling r holds the tokens r, r + n, r + 2n, ... Attention needs all tokens, but one head at a
-time. So an all-to-all turns a share of the tokens into a share of the heads, `TreePlan` attends, and another all-to-all turns back:
+n ranks, called siblings, share each microbatch: sibling r holds the tokens r, r + n, r + 2n, ... An attention head needs all
+tokens. So an all-to-all gives each sibling all tokens of some heads, `TreePlan` attends, and a second one reverses the first:
 
     q k v  [t, H or K, D]  ->  [T, h or k, D]  -> attention of r's heads    ->  [T, h, D]  ->  [t, H, D]
 
@@ -56,7 +56,7 @@ class ContextPlan(TreePlan):
     """The plan of one sibling. `attend`, `forward` and `backward` are collectives: all siblings call them in the same order."""
 
     def __init__(self, batch: Microbatch, siblings: Collectives) -> None:
-        """The padding is a root of its own behind all nodes of `batch`."""
+        """Pads the tokens to a multiple of n. The padding is one more root, after all nodes of `batch`."""
         padding = -batch.tokens.size % siblings.world_size
         super().__init__(np.append(batch.node_length, padding), np.append(batch.node_parent, -1))
         self._siblings = siblings
@@ -67,8 +67,8 @@ class ContextPlan(TreePlan):
         """See `TreePlan.forward`, for this rank's tokens. The second result has only this rank's heads."""
         repeats = self._repeats(query, key)
         q, k, v = self._exchange((query, _repeat(key, repeats), _repeat(value, repeats)), self.tokens)
-        out, saved = super().forward(q, k, v, scaling, self._of_own_heads(terms))
-        return self._exchange((out,), len(query))[0], saved
+        out, kept = super().forward(q, k, v, scaling, self._of_own_heads(terms))
+        return self._exchange((out,), len(query))[0], kept
 
     def backward(
         self,
@@ -80,19 +80,19 @@ class ContextPlan(TreePlan):
         sinks_gradient: Tensor | None = None,
     ) -> None:
         """See `TreePlan.backward`, for this rank's tokens. `sinks_gradient` gets the part of this rank's heads."""
-        query, key, value, out, lse = saved
+        query, key, value, out, kept = saved
         repeats = self._repeats(query, key)
         inputs = query, _repeat(key, repeats), _repeat(value, repeats), out, grad
         q, k, v, out, grad = self._exchange(inputs, self.tokens)
         of_heads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         own_sinks = None if sinks_gradient is None else self._own(sinks_gradient)
-        super().backward(grad, (q, k, v, out, lse), scaling, of_heads, self._of_own_heads(terms), own_sinks)
+        super().backward(grad, (q, k, v, out, kept), scaling, of_heads, self._of_own_heads(terms), own_sinks)
         del inputs, q, k, v, out, grad
         for target, part in zip(gradients, self._exchange(of_heads, len(query)), strict=True):
             target.copy_(part if part.shape == target.shape else part.view(*key.shape[:2], repeats, -1).sum(2))
 
     def _repeats(self, query: Tensor, key: Tensor) -> int:
-        """How often each key/value head is sent."""
+        """How many times each key/value head is sent. Errors: ConfigError or ValueError for sizes that do not fit."""
         siblings = self._siblings.world_size
         _require_heads(query.shape[1], siblings)
         self._check_count(query, siblings)
@@ -101,9 +101,9 @@ class ContextPlan(TreePlan):
     def _exchange(self, parts: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The all-to-all of each part: [t, n x, D] -> [T, x, D] if `rows` is T, and [T, x, D] -> [t, n x, D] if `rows` is t."""
         siblings = self._siblings.world_size
-        own, size = self.tokens // siblings, parts[0].shape[2]
+        share, size = self.tokens // siblings, parts[0].shape[2]
         # Token i belongs to sibling i % n, so both layouts are [t, n, x, D].
-        by_rank = [part.reshape(own, siblings, -1, size).transpose(0, 1) for part in parts]
+        by_rank = [part.reshape(share, siblings, -1, size).transpose(0, 1) for part in parts]
         received = self._siblings.all_to_all(torch.cat(by_rank, 2))
         widths = [part.shape[2] for part in by_rank]
         return [part.transpose(0, 1).contiguous().view(rows, -1, size) for part in received.split(widths, 2)]

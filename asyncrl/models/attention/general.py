@@ -4,7 +4,7 @@
 
 A sink is one more column of scores without a value. The gradient of the sink is the gradient of that column.
 
-A row is a context, which several rows may share, and the row's own tokens after it. The queries of the own tokens are cut into
+A row consists of a context, which several rows may share, and of the row's own tokens. The queries of the own tokens are cut into
 blocks. A block reads only the keys that its queries can see, so the time is linear in the window. Backward computes the scores
 again. Scores and their softmax are computed in float32, or in float64 for float64 inputs. The other products have the dtype of the
 inputs.
@@ -26,13 +26,13 @@ from ..copying import to_device
 from .bins import RowBin, index_tensor
 from .rows import NodeRow
 
-# Bounds for the number of queries in a block. In a large block, each query also gets many scores of keys that it cannot see.
+# Bounds for the queries of a block, except a row's last. In a large block each query gets many scores of keys that it cannot see.
 _MAX_QUERIES = 128
 _MIN_QUERIES = 16
-_BLOCK_BYTES = 16 << 20  # limit of the float32 scores of one block
-# Limit of the float32 scores of one bin: about the size of the cores' caches.
+_BLOCK_BYTES = 16 << 20  # float32 scores of a block of over `_MIN_QUERIES` queries
+# Limit of the float32 scores of a bin of several blocks: about the size of the cores' caches.
 _BIN_BYTES = 4 << 20
-_MAX_PADDED_PER_REAL = 1.25  # scores of a bin, with and without padding
+_MAX_PADDED_PER_REAL = 1.25  # scores of a bin with padding, per score without
 # `_BIN_BYTES` and `_MAX_PADDED_PER_REAL` on a GPU, where the fifty launches of a bin cost more than its padding.
 _GPU_BIN_LIMITS = 128 << 20, 2.0
 
@@ -41,7 +41,7 @@ _GPU_BIN_LIMITS = 128 << 20, 2.0
 class QueryBlock:
     """Queries at positions [first, end) of a row, and keys at positions [low, end) of the same row."""
 
-    row: int  # its number
+    row: int  # index of the row
     low: int
     first: int
     end: int
@@ -59,11 +59,12 @@ class QueryBlock:
 
 @dataclass(frozen=True, slots=True)
 class _LazyBin:
-    """A bin of blocks. `build` computes key indices at each use, because stored indices of all bins would outgrow the inputs."""
+    """A bin of blocks. `build` computes its key indices at each use: those of all bins would need more memory than the inputs."""
 
     # [6, R, 1] int64. Of each block: place and length of the row's context in `contexts`, start of the own tokens, low, first, end.
     members: Tensor
-    contexts: Tensor  # packed indices; a 0 follows, as `build` reads one more
+    # Packed indices of all contexts. Then one 0, because `build` also reads the entry after a context, and ignores its value.
+    contexts: Tensor
     length: int  # L
     width: int  # C
     queries: Tensor  # and the next three: as in `RowBin`
@@ -72,7 +73,7 @@ class _LazyBin:
     real_tokens: Tensor
 
     def build(self, window: int | None) -> tuple[RowBin, Tensor]:
-        """The bin with the packed index of each key, and the mask of visible keys: bool [R, L, C]."""
+        """The bin with the packed index of each key, and a mask: bool [R, L, C], true where a query sees a key."""
         place, context, start, low, first, end = self.members
         device = self.members.device
         position = low + torch.arange(self.width, device=device)  # [R, C]
@@ -80,7 +81,7 @@ class _LazyBin:
         before = self.contexts[place + torch.minimum(in_row, context)]
         keys = torch.where(in_row < context, before, start + in_row - context)
         query = torch.minimum(first + torch.arange(self.length, device=device), end - 1)  # [R, L]
-        # Padded keys have positions after every query, so this also hides padded keys.
+        # Padded keys have positions after all queries, so causality hides padded keys, too.
         seen = visible(query, position, window)
         row_bin = RowBin(
             rows=len(keys), length=self.length, width=self.width, queries=self.queries, keys=keys.reshape(-1),
@@ -175,7 +176,7 @@ def attend_seen(
 def _weights(
     q: Tensor, k: Tensor, seen: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The softmax [R K, L G, C], or [R K, L G, C + 1] with a sink, and the derivative of the cap [R K, L G, C]."""
+    """(softmax [R K, L G, C], or [R K, L G, C + 1] with a sink; derivative of the cap [R K, L G, C], or None without a cap)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.bmm(q.to(wide).mul(scaling), k.to(wide).transpose(1, 2))
     slope = None
@@ -196,7 +197,7 @@ def cut(context: int, length: int, window: int | None, heads: int, row: int = 0)
     """Cuts the own tokens of a row (`length` tokens after a context of `context` tokens) into blocks, in order. `heads`: H."""
     first, total = context, context + length
     blocks = []
-    # A block of more queries than the window would waste more scores than it uses.
+    # In a block of more queries than the window, most scores would be of keys that the query cannot see.
     limit = _MAX_QUERIES if window is None else max(_MIN_QUERIES, min(_MAX_QUERIES, window))
     while first < total:
         low = 0 if window is None else max(0, first - window + 1)

@@ -1,10 +1,10 @@
 """Registers asyncrl's attention and its mask with transformers, so that the attention layers of a model call `AttentionPlan`s.
 
-A forward of the model carries an `AttentionPlan` in its keyword arguments. Every attention layer passes its rotated queries, keys
+A forward of the model carries an `AttentionPlan` in its keyword arguments. Every attention layer passes queries and keys (rotated)
 and values to `plan.attend(...)`. Only the plan knows the layout of the tokens: packed trees, or a decode batch over a cache.
 
 A layer may compute more than `softmax(q k' scaling) v`. The additions arrive as `AttentionTerms`. The window comes from the mask
-that the model requests: asyncrl's mask function returns a `SeenTokens`, no tensor. The other terms are keyword arguments. The
+that the model requests: asyncrl's mask function returns a `SeenTokens`, not a tensor. The other terms are keyword arguments. The
 argument `sliding_window` is ignored: OLMoE passes a window that its mask does not have, and eager attention, the reference, uses
 the mask. An argument that is neither used nor listed in `_WITHOUT_EFFECT` is an error: a model must not lose a term silently.
 
@@ -41,9 +41,9 @@ _WITHOUT_EFFECT = {
 class AttentionTerms:
     """Additions of one layer to `softmax(q k' scaling) v` under a causal mask.
 
-    window: a query sees itself and the `window - 1` tokens before it. None: a query sees all tokens before it.
+    window: a query sees itself and the `window - 1` tokens before it. None: a query sees itself and all tokens before it.
     softcap: scores s become `softcap * tanh(s / softcap)` before mask and softmax (Gemma 2, arXiv:2408.00118, section 2).
-    sinks: [H], differentiable. One more score for each head takes part in the softmax and has no value (gpt-oss).
+    sinks: [H], differentiable. A sink is one more score in the softmax of its head, without a key and a value (gpt-oss).
     """
 
     window: int | None = None
@@ -66,8 +66,8 @@ NO_TERMS = AttentionTerms()
 
 
 class AttentionPlan:
-    """The layout of the tokens of one forward: which tokens each query sees. A caller sets `routes` to record or replay the experts
-    of each token of the forward."""
+    """The layout of the tokens of one forward: which tokens each query sees. A caller sets `routes` to record or replay the tokens'
+    experts."""
 
     routes: Routes | None = None
 
@@ -80,12 +80,12 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """Replaces the mask tensor: a causal mask, limited to `window` tokens. Errors: ConfigError if a model reads an attribute."""
+    """Replaces the mask tensor: a causal mask, with `window` tokens (None: all). Errors: ConfigError for other attributes."""
 
     window: int | None
 
     def __getattr__(self, name: str) -> Any:
-        # Python and libraries test for special methods of any object. Such a test does not use the mask.
+        # Python and libraries look up special methods of any object. This does not mean that the model reads the mask.
         if name.startswith("__"):
             raise AttributeError(name)
         raise ConfigError(f"the model reads `{name}` of its attention mask; it may only pass the mask on")

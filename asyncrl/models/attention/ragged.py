@@ -5,10 +5,10 @@ A kernel reads packed queries [Q, H, D], packed keys and values [C, K, D], and t
 compares this kernel with products in float64, because the comparison of whole models (runtime/gate.py) runs in float32, without the
 kernel. `CpuKernel` is for training and prefill on a CPU.
 
-In the first call of a layer without a window each token attends to its own node. In one more call for each level of inner nodes,
-all descendants of each node of that level attend to the node. The descendants of a node are adjacent, and nodes of a level share no
-descendants. The log-sum-exp merges the results. Backward gives the merged output and log-sum-exp to all calls, which makes all
-gradients exact. Ring attention uses the same identity (Liu et al., arXiv:2310.01889).
+In the first call of a layer without a window each token attends to its own node of the packed tree (tree.py). Then each level of
+inner nodes (on a CPU each inner node) takes one call, in which the descendants of every node of the level attend to that node. The
+descendants of a node are adjacent, and nodes of a level share none. The log-sum-exps weigh the outputs of the calls. Backward gives
+the final output and log-sum-exp to all calls, which makes all gradients exact, as in ring attention (Liu et al., arXiv:2310.01889).
 
 A layer with a window takes one call. The keys of a row are its own tokens and the last `window - 1` tokens of its context.
 Gradients of keys that several rows share are summed in float32.
@@ -44,7 +44,7 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 class Ends(NamedTuple):
-    """The cumulative lengths of packed rows, and the longest length. `ends` is int32 [N + 1] on the device, and begins with 0."""
+    """Cumulative lengths of packed rows from 0 on (`cached` keys: starts), and the longest. `ends`: int32 [N + 1] on the device."""
 
     ends: Tensor
     longest: int
@@ -52,7 +52,7 @@ class Ends(NamedTuple):
 
 class RaggedRows(NamedTuple):
     """The rows of one kernel call. If `causal`, the last query of a row is at the position of its last key, and a query sees the
-    last `window` keys up to its own position. Otherwise a query sees all keys of its row."""
+    last `window` keys (None: all) up to its own position. If not `causal`, a query sees all keys of its row."""
 
     queries: Ends
     keys: Ends
@@ -61,8 +61,7 @@ class RaggedRows(NamedTuple):
 
 
 class FlashKernel:
-    """torch's variable-length FlashAttention. Its two operators dispatch to versions 2, 3 and 4. `qkv`: packed queries, keys and
-    values."""
+    """torch's variable-length FlashAttention, of version 2, 3 or 4 (torch chooses). `qkv`: packed queries, keys and values."""
 
     def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
         """(output [Q, H, D], log-sum-exp [H, Q] in float32 or wider). Autograd does not record this call."""
@@ -139,15 +138,14 @@ def _heads_first(packed: Tensor) -> Tensor:
 
 def _pairs(rows: RaggedRows) -> Iterator[tuple[slice, slice]]:
     """The packed queries and the packed keys of each row."""
-    for own, seen in zip(
-        *(itertools.pairwise(ends.tolist()) for ends in (rows.queries.ends, rows.keys.ends)), strict=True
-    ):
+    pairs = (itertools.pairwise(part.ends.tolist()) for part in (rows.queries, rows.keys))
+    for own, seen in zip(*pairs, strict=True):
         yield slice(*own), slice(*seen)
 
 
 @functools.cache
 def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> FlashKernel | None:
-    """The kernel for heads of this size, or None. A kernel that fails or is too far from float64 gives a warning and None."""
+    """The kernel for heads of `size` values, or None. Warns if a kernel exists, but fails or is too far from float64."""
     if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
         return None
     if size % 8 or size > _MAX_HEAD_SIZE or torch.cuda.get_device_capability(device) < (8, 0):
@@ -169,7 +167,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype, size: int) -> FlashKern
 
 
 def largest_error(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """The largest error of outputs and gradients against float64, relative to the largest entry of the tensor."""
+    """The largest error of outputs and gradients against float64, relative to the largest entry of the tensor. Or the largest
+    difference between `cached` and `forward`, if that is larger."""
     lengths_q, lengths_k, heads, kv_heads = [5, 70, 1, 130], [64, 70, 33, 200], 4, 2
     generator = torch.Generator().manual_seed(0)
     queries, keys = ends_of(lengths_q, device), ends_of(lengths_k, device)
@@ -220,7 +219,7 @@ class _Level(NamedTuple):
 
 
 class RaggedTree:
-    """All packed trees, for a layer without a window. `rows` and `levels`: of `TreePlan`."""
+    """Attention over all packed trees of a plan, without a window. `rows` and `levels`: those of `TreePlan`."""
 
     def __init__(
         self,
@@ -241,7 +240,7 @@ class RaggedTree:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> the output [T, H, D] and its log-sum-exp [H, T]."""
         out, lse = self.kernel.forward((query, key, value), self.own_rows, scaling)
-        # With one level a 16-bit sum costs one more rounding. The sum of several levels is in float32, and rounded at the end.
+        # With one level, a sum in 16 bits costs only one more rounding. Sums of several levels are float32, and rounded once.
         total = out if len(self.levels) < 2 else out.to(lse.dtype)
         for rows, below, nodes in self.levels:
             part, part_lse = self.kernel.forward((query[below], key[nodes], value[nodes]), rows, scaling)
@@ -257,14 +256,14 @@ class RaggedTree:
         """Writes the gradients of query, key and value into `gradients`. `saved` is (query, key, value, output, log-sum-exp)."""
         query, key, value, out, lse = saved
         sums = list(self.kernel.backward(grad, (query, key, value), out, lse, self.own_rows, scaling))
-        # A key gets a gradient from its own node and from one level. A query gets one from its own node and from each level above.
+        # A key gets gradients from its own node and at most one level. A query gets them from its own node and each level above.
         if len(self.levels) > 1:
             sums[0] = sums[0].to(lse.dtype)
         for rows, below, nodes in self.levels:
             qkv, part_lse = (query[below], key[nodes], value[nodes]), lse[:, below].contiguous()
             parts = self.kernel.backward(grad[below], qkv, out[below], part_lse, rows, scaling)
             for total, part, index in zip(sums, parts, (below, nodes, nodes), strict=True):
-                # For 16-bit tensors torch adds in float32, and rounds once. No index occurs twice, so no order matters.
+                # For 16-bit tensors torch adds in float32 and rounds once. No index occurs twice, so the order has no effect.
                 if isinstance(index, slice):
                     total[index].add_(part)
                 else:
@@ -274,7 +273,7 @@ class RaggedTree:
 
 
 class RaggedWindow:
-    """All packed trees, for a layer whose queries see `window` tokens. `rows`: of `TreePlan`."""
+    """Attention over packed trees in which a query sees itself and up to `window - 1` earlier tokens. `rows`: of a `TreePlan`."""
 
     def __init__(self, kernel: FlashKernel, rows: list[NodeRow], window: int, device: torch.device) -> None:
         self.kernel = kernel

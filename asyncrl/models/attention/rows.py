@@ -1,7 +1,7 @@
 """Attention over packed trees by batched matrix products. A padded row holds the context of a node and the node's own tokens.
 
 The scores of a short row (hundreds of tokens, as in most training) fit the cache. Then two products and one softmax are faster
-than torch's flash kernel on a CPU, most of all in bfloat16. Rows of similar lengths share a bin, whose scores must fit the cache.
+than torch's flash kernel on a CPU, most of all in bfloat16. Rows of similar lengths share a bin if its scores fit the cache.
 
 Scores (q k') and softmax are computed in float32, or float64 for float64 inputs. The other products have the dtype of the inputs.
 
@@ -23,21 +23,21 @@ from asyncrl.types import Int64Array
 from ..native import library as native
 from .bins import RowBin, index_tensor
 
-# Limit of the float32 scores of one bin: about the size of the cores' caches.
+# Limit of the float32 scores of a bin of several rows: about the size of the cores' caches.
 _BIN_BYTES = 4 << 20
-_MAX_PADDED_PER_REAL = 1.25  # scores of a bin, with and without padding
+_MAX_PADDED_PER_REAL = 1.25  # scores of a bin with padding, per score without
 # Limit of the mean number of keys per query, as a multiple of the longest row that fits without a context. Only a tree of more than
 # two levels can exceed the limit, with many short rows that have long contexts.
 _MAX_MEAN_KEYS = 1.62
 
 
 class NodeRow(NamedTuple):
-    """The own tokens of a node, which are adjacent, and the packed indices of the tokens before them. `start` is a packed index."""
+    """The path from a root to one node of a packed tree: the node's own tokens, and a context, the tokens of its ancestors."""
 
-    # Tokens of all ancestors, in order; may be empty. Rows of siblings share one array.
+    # Packed indices of the ancestors' tokens, in order; may be empty. Rows of siblings share one array.
     context: Int64Array
-    start: int
-    length: int
+    start: int  # packed index of the first of the adjacent own tokens
+    length: int  # number of own tokens
 
     @property
     def own(self) -> slice:
@@ -52,7 +52,7 @@ class NodeRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoreBin(RowBin):
-    mask: Tensor  # [R, 1, L, 1, C] 0 or -inf
+    mask: Tensor  # [R, 1, L, 1, C] 0, or -inf: the query does not see the key
     contexts: Tensor  # [R] context tokens of each row
     lengths: Tensor  # [R] own tokens of each row
 
@@ -60,13 +60,14 @@ class _ScoreBin(RowBin):
 def row_bytes(itemsize: int) -> int:
     """Limit of the float32 scores of a row for `RowAttention`, in bytes. `itemsize`: bytes of an element of the queries.
 
-    A longer row is faster with torch's flash kernel, which stores no scores, but has a slow backward in 16-bit types."""
+    Longer rows are faster with torch's flash kernel, which stores no scores. For 16-bit types its backward is slow, so the limit is
+    higher."""
     return (32 if itemsize < 4 else 4) << 20
 
 
 def fits(rows: list[NodeRow], heads: int, itemsize: int) -> bool:
-    """Whether all rows are short enough for `RowAttention`, and their weights together are small enough to be kept for backward.
-    `itemsize`: bytes of an element of the queries."""
+    """Whether all rows are short enough for `RowAttention`, and queries see few enough keys on average that all attention weights
+    can be kept for backward. `itemsize`: bytes of an element of the queries."""
     scores, limit = [row.length * row.total for row in rows], row_bytes(itemsize) / (4 * heads)
     return max(scores) <= limit and sum(scores) <= _MAX_MEAN_KEYS * limit**0.5 * sum(row.length for row in rows)
 
@@ -162,7 +163,7 @@ def _make_bin(rows: list[NodeRow], dtype: torch.dtype) -> _ScoreBin:
     seen[:, :, context:] = np.tril(np.ones((length, length), np.bool_)) & (offset < lengths)[:, None]
     mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
     real = (offset < lengths).reshape(-1)
-    # [R, C]. The rows of a bin all have a context, or P is 0.
+    # [R, C]. Either all rows of a bin have a context, or P is 0.
     keys = np.concatenate([[row.context[np.minimum(before[0], row.context.size - 1)] for row in rows], queries], 1)
     return _ScoreBin(
         rows=len(rows), length=length, width=context + length, queries=index_tensor(queries),

@@ -1,14 +1,14 @@
-"""Attention over packed trees of any depth. A token attends to its node up to itself, and to all ancestors of the node.
+"""Attention over packed trees of any depth. Tokens that several sequences share are stored once, in an inner node.
 
-Attention without terms (see below) has five implementations:
+A token attends to its node up to itself, and to all tokens of the node's ancestors. A layer without terms (see below) uses:
 * CPU, short rows: `RowAttention` (rows.py).
-* CPU, longer rows: `RaggedTree` (ragged.py), with one call of torch's flash kernel for each node and for each inner node.
+* CPU, longer rows: `RaggedTree` (ragged.py), with one call of torch's flash kernel per node, and a second call per inner node.
 * GPU: `RaggedTree`, with one call for all nodes and one call for each level of inner nodes.
-* GPU, a dtype without such a kernel (float32): `PaddedRows`, one masked `scaled_dot_product_attention`. With more than two levels
-  the padded rows would outgrow the memory, and `GeneralAttention` (general.py) takes their place.
+* GPU without this kernel (such as float32): `PaddedRows`, one masked `scaled_dot_product_attention`. For trees of more than two
+  levels, whose padded rows could need too much memory, `GeneralAttention` (general.py).
 
-A layer with terms (a window shorter than some row, capped scores, sinks) uses `GeneralAttention`. If a window is its only term, and
-there is a ragged kernel, the layer uses that kernel (`RaggedWindow`). Indices are computed once per microbatch.
+A layer with terms (a window shorter than some row, capped scores, sinks) uses `GeneralAttention`, or on a GPU `RaggedWindow` if a
+window is its only term and the kernel exists. Indices are computed once per microbatch.
 
 Shape legend: T packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, R rows, Q and C padded
 query and key lengths.
@@ -60,7 +60,7 @@ class PaddedRows:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D]. Differentiable."""
         rows, _, longest, _ = self._mask.shape
-        # Tokens are copied into zeros. With a gather, backward would also add up the gradients of padding.
+        # Queries are copied into zeros. A gather that repeats real tokens as padding would add gradients of padding to theirs.
         zeros = query.new_zeros(rows * longest, *query.shape[1:])
         queries = zeros.index_copy(0, self._query_target, query).view(rows, longest, *query.shape[1:]).transpose(1, 2)
         # Keys are repeated for each query head: torch's masked kernels for grouped heads write all scores to memory.
@@ -72,20 +72,20 @@ class PaddedRows:
     def _keys_of(self, key: Tensor) -> Tensor:
         """[T, K, D] -> [R, K, C, D]."""
         rows, _, _, width = self._mask.shape
-        # Rows share keys. The cast to float32 or wider makes backward sum their gradients in that dtype.
+        # Rows share keys. The cast makes backward sum the gradients of a shared key in float32 or wider.
         wide = key.to(torch.promote_types(key.dtype, torch.float32))
         selected = wide.index_select(0, self._key_source).to(key.dtype)
         padded = key.new_zeros(rows * width, *key.shape[1:]).index_copy(0, self._key_target, selected)
         return padded.view(rows, width, *key.shape[1:]).transpose(1, 2)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """`attend`, and an empty tensor: backward computes the forward again."""
+        """The result of `attend`, and an empty tensor, because backward computes the forward again."""
         return self.attend(query, key, value, scaling), query.new_empty(0)
 
     def backward(
         self, grad: Tensor, saved: tuple[Tensor, ...], scaling: float, gradients: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """Writes the gradients of query, key and value, the first of `saved`, into `gradients`."""
+        """Writes the gradients of query, key and value, the first three of `saved`, into `gradients`."""
         with torch.enable_grad():
             query, key, value = leaves = [tensor.detach().requires_grad_() for tensor in saved[:3]]
             out = self.attend(query, key, value, scaling)
@@ -97,10 +97,10 @@ _Implementation: TypeAlias = RowAttention | RaggedTree | RaggedWindow | PaddedRo
 
 
 class TreePlan(AttentionPlan):
-    """The nodes of one packed microbatch, in depth-first preorder. The tokens of a node are adjacent and follow those of the node
-    before it, so the tokens of its descendants come right behind its own. `node_parent`: -1 for a root; None: all nodes are roots.
+    """The nodes of one packed microbatch, in depth-first preorder. The tokens of each node follow directly after those of the
+    previous node, so the tokens of a node and of its descendants are adjacent. `node_parent`: -1 for a root; None: all are roots.
 
-    Errors: ValueError if a parent is neither the node before nor an ancestor of that node.
+    Errors: ValueError if a parent is neither -1, nor the previous node, nor an ancestor of the previous node.
     """
 
     def __init__(self, node_length: npt.ArrayLike, node_parent: npt.ArrayLike | None = None) -> None:
@@ -109,8 +109,8 @@ class TreePlan(AttentionPlan):
         starts = [0, *itertools.accumulate(lengths)]
         self.tokens: int = starts[-1]
         self.rows: list[NodeRow] = []  # of each node with tokens
-        contexts = {-1: np.zeros(0, np.int64)}  # of the children of a node
-        depths: list[int] = []  # of a node: how many ancestors have tokens
+        contexts = {-1: np.zeros(0, np.int64)}  # node -> the context of its children
+        depths: list[int] = []  # for each node: how many of its ancestors have tokens
         levels = defaultdict[int, list[tuple[slice, slice]]](list)
         for node, parent in enumerate([*parents, -1]):
             # The subtrees of the previous node and of its ancestors below `parent` end here.
@@ -129,10 +129,10 @@ class TreePlan(AttentionPlan):
             depths.append(depths[parent] + (lengths[parent] > 0) if parent >= 0 else 0)
             if lengths[node]:
                 self.rows.append(NodeRow(contexts[parent], starts[node], lengths[node]))
-        # By level, from the roots on: packed indices of (descendants, own tokens) of each inner node.
+        # For each level, roots first: (packed indices of the descendants, packed indices of the own tokens) of each inner node.
         self.levels = [levels[depth] for depth in sorted(levels)]
         self.longest = max((row.total for row in self.rows), default=0)
-        # By window, whether the window is the only term, heads, head size, dtype and device.
+        # Key: window, whether there are other terms, (heads, head size), dtype, device.
         self._implementations: dict[tuple[Any, ...], _Implementation] = {}
 
     @classmethod
@@ -161,7 +161,7 @@ class TreePlan(AttentionPlan):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, terms: AttentionTerms = NO_TERMS
     ) -> tuple[Tensor, Tensor]:
-        """(output, saved): the output of `attend` without an autograd graph, and one tensor that `backward` needs. `saved` is
+        """(output, kept): the output of `attend` without an autograd graph, and one tensor that `backward` needs. `kept` is
         the log-sum-exp, the attention weights of short rows, or an empty tensor if `backward` computes the forward again."""
         self._check_count(query)
         terms = terms.simplified_for(self.longest)
@@ -191,15 +191,15 @@ class TreePlan(AttentionPlan):
             attention.backward(grad, saved, scaling, gradients)
 
     def _implementation(self, query: Tensor, terms: AttentionTerms) -> _Implementation:
-        only_window = terms.softcap is None and terms.sinks is None
-        case = terms.window, only_window, query.shape[1:], query.dtype, query.device
+        has_other_terms = terms.softcap is not None or terms.sinks is not None
+        case = terms.window, has_other_terms, query.shape[1:], query.dtype, query.device
         if case not in self._implementations:
-            self._implementations[case] = self._choose(query, terms, only_window)
+            self._implementations[case] = self._choose(query, terms, has_other_terms)
         return self._implementations[case]
 
-    def _choose(self, query: Tensor, terms: AttentionTerms, only_window: bool) -> _Implementation:
+    def _choose(self, query: Tensor, terms: AttentionTerms, has_other_terms: bool) -> _Implementation:
         (heads, size), dtype, device = query.shape[1:], query.dtype, query.device
-        kernel = kernel_for(device, dtype, size) if only_window else None
+        kernel = None if has_other_terms else kernel_for(device, dtype, size)
         if kernel is not None and terms.window is None:
             return RaggedTree(kernel, self.rows, self.levels, device)
         if kernel is not None and terms.window is not None:
@@ -215,7 +215,7 @@ class TreePlan(AttentionPlan):
 
 
 class TreeAttention(torch.autograd.Function):
-    """`TreePlan.forward` and `TreePlan.backward` as one autograd node."""
+    """`TreePlan.forward` and `TreePlan.backward` as one node of the autograd graph."""
 
     @staticmethod
     def forward(
@@ -229,8 +229,8 @@ class TreeAttention(torch.autograd.Function):
         terms: AttentionTerms,
     ) -> Tensor:
         """`sinks` is `terms.sinks`: autograd tracks a tensor only if it is an argument itself."""
-        out, lse = plan.forward(query, key, value, scaling, terms)
-        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        out, kept = plan.forward(query, key, value, scaling, terms)
+        ctx.save_for_backward(query, key, value, out, kept, sinks)
         ctx.plan, ctx.scaling, ctx.window, ctx.softcap = plan, scaling, terms.window, terms.softcap
         return out
 

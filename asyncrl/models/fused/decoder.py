@@ -1,13 +1,13 @@
-"""The decoder of a Llama-like model as few large operations, forward and backward written out.
+"""The decoder of a Llama-like model as few large operations, with forward and backward written by hand.
 
-    x -> norm -> [q k v] -> (q/k norm) -> rotary -> attention plan -> o -> (norm) -> add x = middle
-    middle -> norm -> [gate up] -> silu or gelu of gate, times up -> down -> (norm) -> add middle
+    x -> (norm) -> [q k v] -> (q/k norm) -> rotary -> attention plan -> o -> (norm) -> add x = middle
+    middle -> (norm) -> [gate up] -> silu or gelu of gate, times up -> down -> (norm) -> add middle
 
-Brackets: weights that are used as one matrix. Parentheses: norms of some models. Experts replace [gate up] to down.
+Brackets: weights that are used as one matrix. Parentheses: norms that only some models have. Experts replace [gate up] to down.
 A layer is one autograd node, where transformers' forward records some thirty. The node saves the inputs of the attention half and
 of the MLP half, q/k/v, the output of attention and gate/up; with checkpointing it saves only its input. Its backward computes cheap
 values again, and adds weight gradients directly to the flat buffer. In a layer with experts the node ends with the norm before the
-experts. Sampling and training run the same code.
+experts, and autograd records the experts. Sampling and training run the same code.
 
 `FusedDecoder.try_build` accepts a model only if layers.py knows all parts of its layers, and if each fused layer reproduces a
 recorded call of the model's own layer (tracing.py). Modules, weights and parameter names are not changed.
@@ -43,7 +43,7 @@ class _Saved(NamedTuple):
 
     qkv: Tensor  # [T, (H + 2K) D], rotated
     attended: Tensor  # [T, H, D], output of attention
-    lse: Tensor  # second result of `TreePlan.forward`
+    attention_saved: Tensor  # second result of `TreePlan.forward`
     middle: Tensor  # [T, E], residual stream after the attention half
     raw_query: Tensor | None  # [T * H, D] or [T, H D], q before its norm
     raw_key: Tensor | None
@@ -64,12 +64,12 @@ class FusedDecoder:
         self.rotations = list(dict.fromkeys(layer.rotation for layer in layers))
         self.scratch = Scratch()
         self.checkpointing = False
-        # Set only if routes of experts are recorded or replayed.
+        # `PolicyModel` sets this. None: the model has no routers that can replay.
         self.routing: Routing | None = None
 
     @classmethod
     def try_build(cls, module: PreTrainedModel, flat: FlatWeights) -> FusedDecoder | None:
-        """None if a layer is not supported. Runs the model's own decoder once, and each fused layer at least once."""
+        """None if the decoder is not supported. Runs the model's own decoder once, and each fused layer once or twice."""
         decoder: Any = decoder_of(module)
         blocks, rotary, norm = (getattr(decoder, name, None) for name in ("layers", "rotary_emb", "norm"))
         if not isinstance(blocks, nn.ModuleList) or rotary is None or not isinstance(norm, FusedRMSNorm):
@@ -79,7 +79,7 @@ class FusedDecoder:
             return None
         index = {id(parameter): i for i, parameter in enumerate(flat.parameters)}
         pack = packing_works(flat.working.dtype, flat.working.device)
-        # For the comparisons: computes single layers before the list of layers is known.
+        # `trial` has no layers of its own. It computes the single layers that are compared below.
         trial = cls([], norm, rotary, 1.0)
         layers = []
         for number, (block, call) in enumerate(zip(blocks, calls.layers, strict=True)):
@@ -96,7 +96,7 @@ class FusedDecoder:
         return cls(layers, norm, rotary, calls.multiplier)
 
     def products(self) -> list[JoinedLinear]:
-        """The fused linear modules of all layers, in the order of the layers."""
+        """The matrix products of all layers, in the order of the layers, without those of experts."""
         return [product for layer in self.layers for product in layer.products]
 
     def hidden(self, rows_TE: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
@@ -170,24 +170,24 @@ class FusedDecoder:
         raw = self._rotate(layer, qkv, rotation)
         q, k, v = _split(layer, qkv)
         if keep:
-            attended, lse = cast(TreePlan, plan).forward(q, k, v, layer.scaling, layer.terms)
+            attended, attention_saved = cast(TreePlan, plan).forward(q, k, v, layer.scaling, layer.terms)
         else:
             attended = plan.attend(layer.number, q, k, v, layer.scaling, layer.terms)
         middle, branch = _add_branch(layer, layer.attention_output_norm, layer.out(attended.reshape(x.shape[0], -1)), x)
-        return middle, _Saved(qkv, attended, lse, middle, *raw, branch) if keep else None
+        return middle, _Saved(qkv, attended, attention_saved, middle, *raw, branch) if keep else None
 
     def _normed(self, norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return (x, None) if norm is None else norm(x, self.scratch.take("hidden", x.shape[0], x.shape[1], x))
 
     def _rotate(self, layer: Layer, qkv: Tensor, rotation: Rotation) -> tuple[Tensor | None, Tensor | None]:
-        """Normalises and rotates queries and keys in place. Returns copies of both from before the norms, if any."""
+        """Normalises and rotates queries and keys in place. Returns copies of both before their norms, or None without norms."""
         raw: list[Tensor | None] = [None, None]
         queries = layer.heads * layer.head_size
         qk = qkv[:, : queries + layer.kv_heads * layer.head_size]
         if layer.query_norm is not None and layer.key_norm is not None:
             parts = (qk[:, :queries], layer.query_norm), (qk[:, queries:], layer.key_norm)
             for number, (part, norm) in enumerate(parts):
-                # A copy also where a reshape would be a view, because the result overwrites `part`.
+                # Without `clone`, a reshape could be a view of `part`, which the result overwrites.
                 rows = part.clone(memory_format=torch.contiguous_format).view(-1, norm.weight.shape[0])
                 normed, _ = norm(rows, self.scratch.take("heads", rows.shape[0], rows.shape[1], rows))
                 part.copy_(normed.view(part.shape))
@@ -199,7 +199,7 @@ class FusedDecoder:
         """Rotates `qk` [T, (H + K) D] and scales its queries, in place. `inverse` applies the transposed map, for gradients."""
         heads = qk.view(qk.shape[0], -1, layer.head_size)
         if rotation.cos is not None and rotation.sin is not None:
-            # Some models rotate the first part of each head only.
+            # Some models rotate only the first part of each head.
             rotated_size = 2 * rotation.cos.shape[1]
             rotated = heads if rotated_size == layer.head_size else heads[..., :rotated_size]
             kernels.rotate_(rotated, rotation.cos, rotation.sin, inverse)
@@ -216,7 +216,7 @@ class FusedDecoder:
         grad_active = scratch.take("grad_active", tokens, size, x)
         grad_branch = self._branch_gradient(layer, layer.mlp_output_norm, grad, saved.mlp_branch)
         torch.mm(grad_branch, mlp.down.weight(), out=grad_active)
-        # Overwrites `gate_up` with its gradient, and fills `active` with the forward's product.
+        # Overwrites `gate_up` with its gradient, and fills `active` with activation(gate) * up.
         kernels.gated_backward_(gate_up, grad_active, active, scratch, mlp.activation)
         mlp.down.add_gradient(grad_branch, active)
         grad_normed = scratch.take("grad_normed", tokens, x.shape[1], x)
@@ -229,14 +229,14 @@ class FusedDecoder:
     def attend_backward(
         self, layer: Layer, x: Tensor, saved: _Saved, grad_middle: Tensor, plan: TreePlan, rotation: Rotation
     ) -> Tensor:
-        """Backward of `attend`. `grad_middle` is contiguous; the gradient of `x` is written into it and returned."""
+        """Backward of `attend`. Overwrites `grad_middle`, which must be contiguous, with the gradient of `x`, and returns it."""
         scratch, tokens = self.scratch, x.shape[0]
         grad_branch = self._branch_gradient(layer, layer.attention_output_norm, grad_middle, saved.attention_branch)
         flat = saved.attended.view(tokens, -1)
         grad_attended = scratch.take("attended", tokens, flat.shape[1], x)
         layer.out.backward(grad_branch, flat, grad_attended)
         grad_qkv = scratch.take("qkv", tokens, saved.qkv.shape[1], x)
-        inputs = (*_split(layer, saved.qkv), saved.attended, saved.lse)
+        inputs = (*_split(layer, saved.qkv), saved.attended, saved.attention_saved)
         grad, gradients = grad_attended.view(saved.attended.shape), _split(layer, grad_qkv)
         plan.backward(grad, inputs, layer.scaling, gradients, layer.terms, layer.sinks_gradient)
         self._rotate_backward(layer, grad_qkv, saved, rotation)

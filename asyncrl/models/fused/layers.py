@@ -1,6 +1,6 @@
 """The fused decoder's description of a layer (`Layer`), and how it is read from transformers' modules.
 
-`read_layer` finds the parts by their names. It returns None unless every module, parameter and setting of the layer is known here.
+`read_layer` finds the parts by their names. It returns None unless it knows every module, parameter and setting outside of experts.
 The names prove nothing, so `tracing.matches` compares the result with a recorded call of the layer, and the gate (runtime/gate.py)
 compares the whole model.
 
@@ -61,10 +61,10 @@ class Norm:
     weight: nn.Parameter
     eps: float
     offset: float
-    gradient: Tensor | None  # [E], a view of the flat gradient; None: frozen
+    gradient: Tensor | None  # view of the flat gradient; None if there is none
 
     def __call__(self, x_NE: Tensor, out_NE: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns `out_NE` with the result, or a new tensor; and the `scale` for `backward`, if torch's fused operator ran."""
+        """Returns (result, scale). The result is in `out_NE` or in a new tensor. `scale`, for `backward`, may be None."""
         return kernels.rms_norm(x_NE, self.weight, self.eps, out_NE, self.offset)
 
     def backward(
@@ -92,7 +92,7 @@ class RotationKind(NamedTuple):
 
     rotary: None in a layer without rotary embedding (some layers of SmolLM3).
     query_scaling: beta and length L; the query at position p is scaled by `1 + beta log(1 + floor(p / L))` (Llama 4,
-    Ministral 3).
+    Ministral 3). None: queries are not scaled.
     """
 
     rotary: RotaryCall | None
@@ -100,7 +100,7 @@ class RotationKind(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """A `RotationKind` at the positions of some tokens."""
+    """The values of a `RotationKind` for the positions of T tokens."""
 
     cos: Tensor | None  # [T, R / 2], for the first R entries of each head
     sin: Tensor | None  # [2, T, R / 2]: -sin, then sin
@@ -110,7 +110,7 @@ class Rotation(NamedTuple):
 def make_rotation(
     kind: RotationKind, rotary: tuple[Tensor, Tensor] | None, positions_T: Tensor, like: Tensor
 ) -> Rotation:
-    """`rotary`: cos and sin [1, T, R], or [1, T, R / 2] if not `doubled`. The query scale gets the dtype of `like`."""
+    """`rotary`: cos and sin [1, T, R], or [1, T, R / 2] if not `doubled`. The query scale has the dtype of `like`."""
     cos = sin = scale = None
     if rotary is not None and kind.rotary is not None:
         angles = rotary[0].shape[-1] // (2 if kind.rotary.doubled else 1)
@@ -135,17 +135,17 @@ class Mlp:
 class Layer:
     """The parts of one decoder layer. A part that the layer does not have is None."""
 
-    number: int
+    number: int  # index of the layer
     attention_input_norm: Norm | None
     qkv: JoinedLinear
     query_norm: Norm | None
     key_norm: Norm | None
-    out: JoinedLinear
+    out: JoinedLinear  # the output projection of attention
     attention_output_norm: Norm | None  # of the output of attention
     mlp_input_norm: Norm | None
     mlp: Mlp | nn.Module  # a module: the model's own experts
     mlp_output_norm: Norm | None  # of the output of the MLP
-    multiplier: float  # of the branches before the residual sums
+    multiplier: float  # of attention and MLP outputs, before the residual sums
     heads: int
     kv_heads: int
     head_size: int
@@ -185,7 +185,7 @@ class _Parts(NamedTuple):
     mlp: _MlpParts | nn.Module
     norms: list[Any]  # in the order of _NORM_NAMES, None if absent
     head_norms: list[Any]  # empty, or of queries and of keys
-    containers: list[nn.Module]  # modules without parameters of their own
+    containers: list[nn.Module]  # modules without parameters of their own, except sinks
 
     def with_parameters(self) -> list[Any]:
         """All modules that may have parameters, except experts."""
@@ -269,7 +269,7 @@ def _mlp_of(block: nn.Module) -> nn.Module | None:
 
 
 def experts_of(block: nn.Module) -> nn.Module | None:
-    """The module with the layer's experts. None if the layer has a dense MLP."""
+    """The module with the layer's experts. None if the layer has no experts."""
     mlp = _mlp_of(block)
     return mlp if mlp is not None and any("expert" in name for name, _ in mlp.named_modules()) else None
 
@@ -288,13 +288,13 @@ def _activations(mlp: nn.Module) -> list[Any]:
 
 
 def _are_linear(*products: list[Any]) -> bool:
-    """Whether all modules are plain linear layers. The modules of one product must all have a bias, or all have none."""
+    """Whether all modules are linear layers, perhaps with adapters, and the modules of one product all have a bias or all none."""
     linear = all(type(part) in (nn.Linear, AdaptedLinear) for joined in products for part in joined)
     return linear and all(len({part.bias is None for part in joined}) == 1 for joined in products)
 
 
 def _knows_settings(block: nn.Module) -> bool:
-    """Whether all settings of the layer's modules are in `_KNOWN_SETTINGS`. Experts may have any settings: their own code runs."""
+    """Whether the layer's modules have only `_KNOWN_SETTINGS`, and no dropout. Experts may have any: their own code runs."""
     modules = {"block": block, "attention": block.self_attn} | ({"mlp": block.mlp} if experts_of(block) is None else {})
     return all(
         not value if name.endswith("dropout") else name in _KNOWN_SETTINGS[kind]
@@ -317,7 +317,7 @@ def _find_norms(block: nn.Module, names: tuple[str | None, ...]) -> list[Any] | 
 
 
 def _accounts_for(block: nn.Module, parts: _Parts, sinks: Tensor | None, index: dict[int, int]) -> bool:
-    """Whether `parts` contains every module and parameter of the layer, and only the experts have buffers."""
+    """Whether `parts` and `sinks` have all the layer's parameters and modules with an effect, and only experts have buffers."""
     experts = parts.mlp if isinstance(parts.mlp, nn.Module) else nn.Module()
     known = (*parts.containers, *parts.with_parameters(), *experts.modules(), *filter(_has_no_effect, block.modules()))
     parameters = {id(parameter) for part in (*parts.with_parameters(), experts) for parameter in part.parameters()}
@@ -336,7 +336,7 @@ def _has_no_effect(part: nn.Module) -> bool:
 
 
 def _head_sizes(attention: Any, parts: _Parts) -> tuple[int, int, int] | None:
-    """H, K and D. None if the sizes of the products or of the norms contradict each other."""
+    """H, K and D. None without a `head_dim`, or if the sizes of the products or of the norms contradict each other."""
     size = getattr(attention, "head_dim", None)
     queries = parts.out.in_features
     if not isinstance(size, int) or queries % size:

@@ -1,8 +1,8 @@
 """Records how transformers runs a decoder: `trace` runs one forward over a few tokens and records the call of each layer.
 
 The recorded calls show facts that names of modules do not prove: the scaling, window, softcap and sinks of attention, the
-arguments of the rotary embedding, and the layers without rotary embedding. `matches` computes a recorded call with a fused layer,
-and compares the queries and keys that reach attention, and the output of the layer. Attention returns zeros in both runs.
+arguments of the rotary embedding, and the layers without rotary embedding. `matches` runs a fused layer on the input of a recorded
+call, and compares the queries and keys that reach attention, and the output of the layer. Attention returns zeros in both runs.
 
 A few tokens do not show every difference, so the gate (runtime/gate.py) also compares whole models.
 
@@ -28,7 +28,7 @@ from .layers import Layer, LayerCall, RotaryCall, Rotation
 Compute = Callable[[Layer, Tensor, AttentionPlan, Rotation], Tensor]
 
 _TOKENS = 24  # of the recorded forward
-# Tensors that a layer may get as keyword arguments. A layer with any other tensor is unknown.
+# Tensors that a layer may get as keyword arguments. `trace` refuses a decoder that passes other tensors.
 _KNOWN_TENSORS = {"position_ids", "position_embeddings", "cache_position"}
 
 
@@ -58,7 +58,7 @@ class _ZeroAttention(AttentionPlan):
 
 @torch.no_grad()
 def trace(module: PreTrainedModel) -> DecoderCalls | None:
-    """Records one forward of the decoder. None if the decoder is more than an embedding, a chain of layers and a norm."""
+    """Records one forward of the decoder. None if the forward fails or has more than embedding, a chain of layers and norm."""
     decoder: Any = decoder_of(module)
     embedding: Any = module.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):
@@ -89,8 +89,7 @@ def trace(module: PreTrainedModel) -> DecoderCalls | None:
             _layer_call(call, out, rotary_calls, attention.recorded[number])
             for number, (call, out) in enumerate(zip(inputs, outputs, strict=True))
         ]
-    except Exception:
-        # Unknown architectures may raise any exception here.
+    except Exception:  # unknown architectures may raise any exception
         return None
     finally:
         module.train(training)
@@ -110,8 +109,8 @@ def trace(module: PreTrainedModel) -> DecoderCalls | None:
 
 
 def _positions(config: Any) -> Tensor:
-    """Positions [T] int64 that grow exponentially up to the original context (rotary.py), or where rotary frequencies do not depend
-    on the length, up to four times the longest context of the configuration."""
+    """Positions [T] int64 that grow exponentially from 0 to the original context (rotary.py). If rotary frequencies do not depend
+    on the length: to four times the longest context of the configuration."""
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
     lengths = [part.get("original_max_position_embeddings") for part in parts]
@@ -147,7 +146,7 @@ def _layer_call(
 
 @torch.no_grad()
 def matches(layer: Layer, call: LayerCall, rotation: Rotation, compute: Compute) -> bool:
-    """Whether `layer` computes the recorded queries, keys and output, up to half the digits of the model's dtype.
+    """Whether `layer` computes the recorded queries, keys and output, equal in half of the digits of the model's dtype.
     `compute(layer, x [T, E], plan, rotation) -> [T, E]` runs the layer. Output errors are relative to output minus input."""
     x, expected, attention = call.x[0], call.out[0], _ZeroAttention()
     if rotation.cos is not None and 2 * rotation.cos.shape[1] > layer.head_size:

@@ -2,7 +2,7 @@
 
 The two kernels of Liger's GRPO loss over full logits (liger_kernel.ops.grpo_loss) are launched with settings whose loss is the
 log-prob: loss type VESPO, sequence weight 1, advantage -1, no KL, no correction. The backward kernel multiplies by the gradient of
-this loss, so the caller can use any loss of log-probs.
+the caller's loss with respect to the log-prob, so the caller can use any loss of log-probs.
 
     forward     one read of the logits: log-prob and log-sum-exp (lse) of each token
     backward    one read and one write, in place: the gradient of the logits
@@ -10,8 +10,8 @@ this loss, so the caller can use any loss of log-probs.
 Liger has no kernel for the entropy, so `triton_kernels.py` has two: the entropy (one read), and the gradient of a loss with an
 entropy bonus (one read, one write). All kernels compute in float32 and read logits of any dtype.
 
-Liger's compiled code has the temperature as a constant. A process compiles the kernels, for about a second, for each of its first
-`MAX_TEMPERATURES` temperatures. Batches with other temperatures are computed by torch.
+The temperature is a constant in Liger's compiled code, so each new temperature takes a compilation of about a second. After
+`MAX_TEMPERATURES` temperatures, torch computes the batches with other temperatures.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from .output import NO_TRANSFORM, HeadTransform
 
 MAX_TEMPERATURES = 8
 _MAX_ROWS = 65_535  # CUDA's limit of the second axis of a grid
-_CHECKED_ROWS = 4
-# The former default of Triton. Without the option, newer versions of Triton warn.
+# The old default of Triton. Newer versions of Triton warn if the option is not given.
 _FUSION = {"enable_fp_fusion": True}
 # Liger launches its kernels with these options.
 _FORWARD_OPTIONS = {"BLOCK_N": 2048, "num_stages": 2, "num_warps": 1, **_FUSION}
@@ -47,10 +46,10 @@ logger = logging.getLogger("asyncrl.models")
 def choose_head_kernel(
     kind: str, device: torch.device, dtype: torch.dtype, vocabulary: int, transform: HeadTransform = NO_TRANSFORM
 ) -> HeadKernel | None:
-    """The kernel for the setting `model.head_kernel` (`kind`: auto, liger or torch). None: torch's passes are used.
+    """The kernel for `kind`, the setting `model.head_kernel` (auto, liger or torch). None: use `logprobs.default_passes`.
 
-    Errors: ConfigError if `liger` is asked for and cannot be used. The kernels do not compute a soft cap. A scale of the logits is
-    passed to the kernels as a temperature. A bias of the head is already in the logits."""
+    The kernels do not compute a soft cap. A scale of the logits is passed to the kernels as a temperature. A bias of the head is
+    already in the logits. Errors: ConfigError if `kind` is liger and Liger cannot be used."""
     reason = _missing_requirement(device, dtype)
     if reason is None and transform.softcap is not None:
         reason = f"the model soft-caps its logits (at {transform.softcap:g}), and Liger's kernels compute no soft cap"
@@ -72,14 +71,14 @@ def choose_head_kernel(
 
 
 def require_head_kernel(kind: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Errors: ConfigError if `liger` is asked for and the package, the GPU or the dtype does not fit. Needs no loaded model."""
+    """Errors: ConfigError if `kind` is liger and the package, the device or the dtype does not fit. Needs no loaded model."""
     reason = _missing_requirement(device, dtype)
     if kind == "liger" and reason is not None:
         raise ConfigError(f"model.head_kernel is liger, but {reason}; use auto or torch")
 
 
 def _missing_requirement(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The requirement of Liger's kernels that this machine or run does not meet."""
+    """Says which requirement of Liger's kernels this machine or run does not meet. None: all are met."""
     if device.type != "cuda":
         return f"the model is on {device}, and Liger's kernels need a GPU"
     if dtype not in (torch.float32, torch.bfloat16):
@@ -90,8 +89,8 @@ def _missing_requirement(device: torch.device, dtype: torch.dtype) -> str | None
 
 
 def disagreement(kernel: HeadKernel, device: torch.device, dtype: torch.dtype, vocabulary: int) -> str | None:
-    """The first result of `kernel` that differs from torch's, or None. Liger's kernels are private, so any version may differ."""
-    rows = _CHECKED_ROWS
+    """Says which result of `kernel` differs from torch's. None: none. Liger's kernels are private, so any version may differ."""
+    rows = 4
     angles = torch.arange(rows * vocabulary, dtype=torch.float32, device=device).mul_(0.7)
     logits = angles.sin_().mul_(6).view(rows, vocabulary).to(dtype)
     target = torch.tensor([0, vocabulary - 1, vocabulary // 2, vocabulary // 3], device=device)
@@ -112,12 +111,12 @@ def disagreement(kernel: HeadKernel, device: torch.device, dtype: torch.dtype, v
     names = ("log-probs", "log-sum-exps", "entropies", "gradients", "gradients with an entropy bonus")
     for name, expected, actual in zip(names, *results, strict=True):
         if not torch.allclose(expected, actual, rtol=gradient_tolerance if "gradients" in name else 1e-5, atol=1e-4):
-            return f"Liger's {name} differ from torch's"
+            return f"the kernels' {name} differ from torch's"
     return None
 
 
 class LigerHead:
-    """The kernels of Liger and of triton_kernels.py. Errors: ImportError or AttributeError if Liger is missing or differs."""
+    """The kernels of Liger and of triton_kernels.py. Errors: ImportError, AttributeError or KeyError without a fitting Liger."""
 
     def __init__(self) -> None:
         # Both imports take seconds.
@@ -145,7 +144,7 @@ class LigerHead:
         return _LigerPasses(self, [(*rows, value) for rows, value in zip(pairwise(starts), temperatures, strict=True)])
 
     def arguments(self, logits: Tensor, target: Tensor, temperature: float) -> dict[str, Any]:
-        """Arguments of both Liger kernels. All R tokens are sequence number 0. The kernels multiply the sequence length L by this
+        """Arguments of both Liger kernels. All tokens are in sequence number 0. The kernels multiply the sequence length L by this
         number, so L has no effect."""
         assert logits.is_contiguous() and len(target) <= _MAX_ROWS
         if logits.device not in self._constants:
@@ -174,7 +173,7 @@ class _LigerPasses:
             for part, span, temperature in self._spans_in(first, len(logits)):
                 arguments = self._kernels.arguments(logits[part], columns.target[span], temperature)
                 arguments |= {"LOSS": logp[span], "LSE": columns.lse[span], "KL": None}
-                # The kernel also writes which tokens are clipped (none are). The entropies overwrite this.
+                # The kernel also writes which tokens are clipped (none are). Below, the entropies overwrite these values.
                 arguments["IS_CLIPPED"] = columns.entropy[span]
                 self._kernels.forward[(1, len(logits[part]))](**arguments, **_FORWARD_OPTIONS)
             inputs = logits, columns.inverse[rows], columns.lse[rows], columns.entropy[rows]

@@ -1,17 +1,16 @@
 """Log-probs and entropies of scored tokens without the logits of all tokens at once.
 
-Forward computes the logits in chunks of rows, and from them log-prob, log-sum-exp and entropy of each row. Backward overwrites the
-logits of a chunk with their gradient. If the batch has at most `KEEP_LOGITS` logits, forward keeps them for backward. Otherwise
-backward computes them again, so memory is bounded by one chunk of [chunk, V] for every S.
+Forward computes the logits in chunks of rows, and then log-prob, log-sum-exp and entropy of each row. Backward overwrites the
+logits of a chunk with their gradient. If the batch has at most `KEEP_LOGITS` logits, forward keeps all logits for backward.
+Otherwise backward computes them again, and memory holds the logits of one chunk [chunk, V], however large S is.
 
     z = logits / temperature,   logp = z[target] - lse(z),   p = softmax(z),   entropy = -sum p log p
     d logp / d z = onehot - p,   d entropy / d z = -p (log p + entropy)
 
-Matrix products have the dtype of the weight. Everything after a product is float32 (float64 for float64 weights). A scale of the
-logits is merged with the temperature. Where Liger's kernels are usable (liger.py) they replace `default_passes` and give the same
-results.
+Matrix products, and so the logits, have the dtype of the weight. All else is computed in float32 (float64 for float64 weights). A
+scale of logits without a soft cap is merged with the temperature. Liger's kernels (liger.py) may replace `default_passes`.
 
-Shape legend: S scored tokens, E hidden size, V vocabulary, R rows of a block in cache.
+Shape legend: S scored tokens, E hidden size, V vocabulary, R rows of a chunk or block.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ CHUNK_ROWS = 512
 KEEP_LOGITS = 2048 * 49_152
 # Rows of one forward product on a CPU. In float32, products of 64 rows took a tenth more time than products of 256 rows.
 _CPU_PRODUCT_ROWS = 256
+# Limits of the rows of a block of `TorchPasses`: on a CPU, and of soft-capped logits. Each row needs two rows of scratch.
 _CPU_BLOCK_ROWS = 16
-# Of soft-capped logits. Small, since each row needs two rows of float32 scratch.
 _CAPPED_ROWS = 128
 
 
 class SpareMemory:
-    """Reuses the memory of logits from one forward to the next: a first write to fresh pages is slow. A forward takes the memory
-    and its backward puts it back. A second forward before that backward gets new memory."""
+    """Reuses the memory of logits from one forward to the next, because the first write to new pages is slow. A forward that keeps
+    its logits takes the memory, and its backward puts it back. A second forward before this backward gets new memory."""
 
     def __init__(self) -> None:
         self._bytes: Tensor | None = None
@@ -64,12 +63,12 @@ class Columns:
 
     target: Tensor  # sampled token id
     inverse: Tensor  # 1 / temperature
-    lse: Tensor
+    lse: Tensor  # log-sum-exp of logits / temperature
     entropy: Tensor
 
 
 class HeadPasses(Protocol):
-    """Computes log-probs and gradients from logits [R, V]. Row i of `logits` belongs to scored token `first + i`."""
+    """The two passes over logits [R, V]: log-probs, then gradients. Row i of `logits` belongs to scored token `first + i`."""
 
     def statistics(self, logits: Tensor, first: int, columns: Columns, logp: Tensor) -> None:
         """Writes logp [S], `columns.lse` and `columns.entropy` of these rows. Does not change the logits."""
@@ -125,13 +124,13 @@ def token_logprobs(
     """Log-prob [S] of each target under `softmax(transform(hidden @ weight.T + bias) / temperature)`, and the entropy [S] in nats.
 
     hidden_SE, weight_VE and bias_V share a dtype. temperature_S is float, > 0, on any device.
-    target_S: int64, must lie in [0, V). The native passes do not check the bounds: another id corrupts memory.
+    target_S: int64, must lie in [0, V). The native passes do not check this: an id outside corrupts memory.
     Results are float32, or float64 for float64 inputs. The entropy is differentiable only with `entropy_grad`.
     grad_buffer: [V, E]. Backward adds the weight gradient to this buffer, in its dtype, and autograd gets None.
     bias_grad: [V], the same for the gradient of the bias.
-    keep_logits: the largest number of logits that forward keeps for backward, in memory of `spare`.
-    project: a faster `hidden @ weight.T + bias`. kernel: replaces the default passes over logits that are not soft-capped; it reads
-    the temperatures on the CPU, so a CPU tensor avoids a synchronisation.
+    keep_logits: if the batch has at most this number of logits, forward keeps them for backward, in memory of `spare`.
+    project: a faster `hidden @ weight.T + bias`. chunk: the number of rows of a chunk.
+    kernel: replaces default passes, except for soft-capped logits. Reads temperature_S on the host, which waits for a GPU tensor.
     """
     target_S = target_S.to(torch.int64).contiguous()
     keep = torch.is_grad_enabled() and target_S.numel() * weight_VE.shape[0] <= keep_logits
@@ -162,12 +161,12 @@ class _TokenLogprobs(torch.autograd.Function):
         kept = options.spare.take(rows, vocabulary, weight) if options.keep else None
         passes = options.passes or default_passes(hidden, vocabulary, options.chunk, options.transform)
         columns = Columns(target, inverse, lse, entropy)
-        for first, last in _ranges(rows, _product_rows(hidden, options.chunk)):
-            chunk = options.logits(hidden[first:last], weight, bias)
+        for first, end in _ranges(rows, _product_rows(hidden, options.chunk)):
+            chunk = options.logits(hidden[first:end], weight, bias)
             passes.statistics(chunk, first, columns, logp)
             if kept is not None:
-                kept[first:last].copy_(chunk)
-        # Backward overwrites the kept logits. A second backward computes them again.
+                kept[first:end].copy_(chunk)
+        # Backward overwrites and releases the kept logits. A second backward computes them again.
         ctx.kept = kept
         ctx.save_for_backward(hidden, weight, bias, target, inverse, lse, entropy)
         ctx.options = options
@@ -195,16 +194,16 @@ class _TokenLogprobs(torch.autograd.Function):
             scratch = options.spare.take(min(options.chunk, rows), vocabulary, weight)
         passes = options.passes or default_passes(hidden, vocabulary, options.chunk, options.transform)
         columns = Columns(target, inverse, lse, entropy)
-        for first, last in _ranges(rows, options.chunk):
-            chunk = kept[first:last] if scratch is None else scratch[: last - first]
+        for first, end in _ranges(rows, options.chunk):
+            chunk = kept[first:end] if scratch is None else scratch[: end - first]
             if scratch is not None:
-                for start, end in _ranges(last - first, _product_rows(hidden, options.chunk)):
-                    chunk[start:end].copy_(options.logits(hidden[first + start : first + end], weight, bias))
+                for low, high in _ranges(end - first, _product_rows(hidden, options.chunk)):
+                    chunk[low:high].copy_(options.logits(hidden[first + low : first + high], weight, bias))
             passes.gradient_(chunk, first, columns, grad_logp, entropy_slope)
             if grad_hidden is not None:
-                torch.mm(chunk, weight, out=grad_hidden[first:last])
+                torch.mm(chunk, weight, out=grad_hidden[first:end])
             if need_weight and buffer is not None:
-                add_product_(buffer, chunk.t(), hidden[first:last])
+                add_product_(buffer, chunk.t(), hidden[first:end])
             if need_bias and bias_total is not None:
                 bias_total.add_(chunk.sum(0, dtype=bias_total.dtype))
         options.spare.put_back(kept if scratch is None else scratch)
@@ -242,9 +241,9 @@ class NativePasses:
 
 
 class TorchPasses:
-    """Passes by torch. On a CPU a few rows at a time, which stay in cache, are two to three times faster than all rows at once. The
-    [2, R, V] of scratch should not outlive one forward or backward. A `transform` without a soft cap is ignored, because the caller
-    merges its scale with the temperature."""
+    """Passes by torch. On a CPU, blocks of a few rows that stay in cache are two to three times faster than all rows at once. An
+    instance holds scratch [2, R, V], so it should not outlive one forward or backward. A `transform` without a soft cap is ignored,
+    because the caller merges its scale with the temperature."""
 
     def __init__(self, hidden: Tensor, vocabulary: int, chunk: int, transform: HeadTransform = NO_TRANSFORM) -> None:
         self._cap = None if transform.softcap is None else transform

@@ -31,7 +31,7 @@ from ..attention.tree import TreePlan
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _TOKENS = 3
-# Largest argument of tanh in the test values, for scales of at most 1. Larger ones do not separate two caps better in float32.
+# tanh's argument at the largest test value, for the largest softcap / min(scale, 1). More does not separate caps in float32.
 _LARGEST_ARGUMENT = 3.0
 
 
@@ -43,7 +43,7 @@ class HeadTransform:
     softcap: float | None = None
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """Overwrites `logits` with the transformed logits, in the same dtype. Has no gradient."""
+        """Overwrites `logits` with the transformed logits, in the same dtype. Not for autograd."""
         if self.softcap is None:
             return logits if self.scale == 1 else logits.mul_(self.scale)
         return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
@@ -59,9 +59,9 @@ NO_TRANSFORM = HeadTransform()
 
 
 def head_transform(module: PreTrainedModel, device: torch.device | None = None) -> HeadTransform:
-    """The transform that the forward of `module` applies, computed on `device` (None: where the weights lie) in float32 or wider.
-    Leaves the module in eval mode. Errors: ConfigError for a model without decoder or linear head, and for a model that no
-    candidate explains."""
+    """The transform that the forward of `module` applies, found on `device` (None: that of the weights) in float32 or wider. Leaves
+    the module in eval mode. Errors: ConfigError for a model without decoder or linear head, if its forward fails, or if no
+    candidate explains the logits."""
     layers = list(dict.fromkeys(_layers(module)))
     try:
         with _wide_weights(module, device, layers):
@@ -69,7 +69,7 @@ def head_transform(module: PreTrainedModel, device: torch.device | None = None) 
     except ConfigError:
         if all(parameter.dtype.itemsize >= 4 for parameter in module.parameters()):
             raise
-    # A class may read the weights of a layer outside of the layer's forward.
+    # A class may read weights of a layer outside of the layer's forward. So the second try widens all weights at once.
     with _wide_weights(module, device, []):
         return _find_transform(module)
 
@@ -82,9 +82,9 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def _wide_weights(module: nn.Module, device: torch.device | None, layers: list[nn.Module]) -> Iterator[None]:
-    """Inside, weights are float32 or wider, and on `device`. A weight of `layers` is widened only while its own layer runs, because
-    all weights in float32 may need more memory than there is."""
-    # (parameter, loaded tensor) of all weights that are changed now
+    """Inside the context, weights are float32 or wider, and on `device`. Weights of `layers` are widened and moved only
+    while their layer runs, because all weights in float32 may need too much memory."""
+    # (parameter, loaded tensor) of all weights that are widened or moved now
     changed: list[tuple[nn.Parameter, Tensor]] = []
 
     def widen(parameters: Iterable[nn.Parameter]) -> None:
@@ -103,9 +103,9 @@ def _wide_weights(module: nn.Module, device: torch.device | None, layers: list[n
 
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     widen(parameter for parameter in module.parameters() if id(parameter) not in inside)
-    outside = len(changed)
+    changed_outside = len(changed)
     handles = [layer.register_forward_pre_hook(lambda layer, _: widen(layer.parameters())) for layer in layers]
-    handles += [layer.register_forward_hook(lambda *_: restore(outside), always_call=True) for layer in layers]
+    handles += [layer.register_forward_hook(lambda *_: restore(changed_outside), always_call=True) for layer in layers]
     try:
         yield
     finally:
@@ -188,12 +188,12 @@ class _Trial:
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def make_test_values(self, like: Tensor) -> Tensor:
-        """Values of many sizes, with the shape, dtype and device of `like`. The largest values saturate the soft caps."""
+        """Values of many magnitudes, with the shape, dtype and device of `like`. The largest values saturate the soft caps."""
         largest = max((t.softcap or 1.0) / min(t.scale, 1.0) for t in self.transforms) * _LARGEST_ARGUMENT
         generator = torch.Generator().manual_seed(0)
         values = torch.rand(like.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1).pow_(3).mul_(largest)
         self.test_values = values.to(like.device, like.dtype)
-        return self.test_values.clone()  # the forward may change its tensor
+        return self.test_values.clone()  # a copy, because the forward may change the tensor
 
 
 def _number(module: PreTrainedModel, key: str) -> float | None:
@@ -227,7 +227,7 @@ def _run_trial(module: PreTrainedModel, head: nn.Linear) -> _Trial:
     vocabulary = embedding.weight.shape[0]
     tokens = torch.linspace(min(1, vocabulary - 1), vocabulary - 1, _TOKENS).long()
     arguments: dict[str, Any] = {"input_ids": tokens[None].to(head.weight.device), "use_cache": False}
-    if module.config._attn_implementation == IMPLEMENTATION:  # the module is that of a policy
+    if module.config._attn_implementation == IMPLEMENTATION:  # `prepare` (policy.py) has installed asyncrl's attention
         arguments[PLAN_ARGUMENT] = TreePlan([_TOKENS])
     handles = [decoder_of(module).register_forward_hook(at_decoder), head.register_forward_hook(at_head)]
     try:

@@ -1,1 +1,1 @@
-"""Optional CPU kernels for norms, activations, softmax and decode attention. Torch is the fallback."""
+"""Optional kernels (C++ for CPUs, Triton for GPUs) for parts of a layer, the head and decode attention; fallback: torch."""

@@ -1,7 +1,7 @@
 """Calls the Triton kernels of `triton_kernels.py`: one launch in the place of two to five, and one pass over the memory.
 
 Ask `takes(...)` before a call, and compute in torch if it returns False. Triton comes with torch for CUDA, but needs a C compiler
-on the machine of the run. Without a compiler, torch computes and the log says so.
+on the machine of the run. Without a compiler, torch computes, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = logging.getLogger("asyncrl.models")
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels can compute with these tensors: all on one GPU, all float32 or all bfloat16, contiguous in the last
-    dimension."""
+    """Whether the kernels can compute with these tensors: all float32 or all bfloat16, contiguous in the last dimension, the first
+    on a GPU. The caller must know that all are on one device."""
     first = tensors[0]
     if first.device.type != "cuda" or first.dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -35,7 +35,7 @@ def takes(*tensors: Tensor) -> bool:
 
 @cache
 def _kernels(device: torch.device) -> Any | None:
-    """The module of the kernels, if one of them runs on `device`."""
+    """The module of the kernels. None if a trial of one kernel on `device` fails."""
     try:
         from . import triton_kernels as kernels
 
@@ -52,7 +52,7 @@ def _kernels(device: torch.device) -> Any | None:
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
-    """Rotates heads [N, X, D] in place, backwards for `sign` -1. cos and sin [N, D / 2] are contiguous."""
+    """Rotates heads [N, X, D] in place; `sign` -1 negates the angles. cos and sin [N, D / 2] are contiguous."""
     kernels: Any = _kernels(heads.device)
     count, half = heads.shape[1], cos.shape[1]
     with torch.cuda.device_of(heads):

@@ -2,7 +2,7 @@
 
 Results go to preallocated buffers, because the page faults of a fresh buffer of some megabytes cost more than the computation.
 Results have the dtype of the inputs; norms and their gradients are computed in float32 or wider. The native kernels, if they were
-built, and Triton's on a GPU need one pass. On a GPU a norm without an offset is torch's fused operator.
+built, and Triton's on a GPU pass over the memory once. On a GPU a norm may be torch's fused operator (`fuses`).
 
 Shape legend: N rows, E hidden size, F size of the MLP, X heads, D head size.
 """
@@ -19,7 +19,7 @@ from . import gpu
 from . import library as native
 
 _norm, _norm_backward = torch.ops.aten._fused_rms_norm, torch.ops.aten._fused_rms_norm_backward
-_BLOCK_BYTES = 1 << 20  # of the widest operand
+_BLOCK_BYTES = 1 << 20  # of the tensor that `blocks` gets
 
 _silu = torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input
 _gelu = torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input
@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, tuple[Any, Any, dict[str, str]]] = {
 
 
 class Scratch:
-    """Named buffers that later calls use again and that grow if needed. Only the lane of the model may use it."""
+    """Named buffers that later calls use again. They grow if needed. Only the lane (the device's thread) may use them."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -46,12 +46,12 @@ class Scratch:
         return buffer[:size].view(rows, columns)
 
     def buffers(self) -> list[Tensor]:
-        """The present buffers, for a caller that must keep their memory alive."""
+        """All current buffers, for a caller that must keep their memory alive."""
         return list(self._buffers.values())
 
 
 def blocks(tensor: Tensor) -> Iterator[slice]:
-    """Row ranges of about `_BLOCK_BYTES` each on a CPU; all rows at once elsewhere."""
+    """Row ranges of about `_BLOCK_BYTES` each (at least 16 rows) on a CPU; all rows at once elsewhere."""
     rows = tensor.shape[0]
     size = rows
     if tensor.device.type == "cpu":
@@ -103,7 +103,7 @@ def rms_norm_backward(
     offset: float = 0.0, *, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Adds the gradient of the input to `out` [N, E], or to new zeros, and returns the sum. Adds the gradient of the weight to
-    `grad_weight` [E], float32 or wider (None: frozen). `scale`: the second result of `rms_norm`; None: it is computed again."""
+    `grad_weight` [E], float32 or wider, if given. `scale`: the second result of `rms_norm`; None: it is computed again."""
     if fuses(x, weight, offset):
         scale = _norm(x, [x.shape[-1]], weight, eps)[1] if scale is None else scale
         grad_x, new_grad_weight = _norm_backward(grad, x, [x.shape[-1]], scale, weight, [True, grad_weight is not None])
@@ -140,7 +140,7 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> N
     """
     half = heads.shape[-1] // 2
     sign = -1.0 if inverse else 1.0
-    # With other shapes torch computes, and raises the error.
+    # Wrong shapes go to torch, which raises an error.
     fits = cos.shape == sin.shape[1:] == (heads.shape[0], half) and cos.is_contiguous() and sin.is_contiguous()
     if fits and heads.stride(1) == heads.shape[-1] and native.takes(heads, cos, sin, size=half):
         native.rotate_(heads, cos, sin[1], sign)

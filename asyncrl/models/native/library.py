@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncrl.builds import is_current_build, native_enabled
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
-LANES = 16  # values in a vector of the kernels
+LANES = 16  # values that the kernels compute at once (SIMD)
 _HEAD_SIZES = (16, 32, 64, 128)  # of `decode_attention`
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 # Argument types of the C functions.
@@ -38,7 +38,7 @@ _SIGNATURES = {
 
 
 def _load() -> ctypes.CDLL | None:
-    """The library for the instruction set that torch uses, which the variable `ATEN_CPU_CAPABILITY` can set. None if not built."""
+    """The library for the instruction set that torch uses (`ATEN_CPU_CAPABILITY` may lower it). None if not built or turned off."""
     name = {"AVX512": "_native_avx512", "AVX2": "_native_avx2"}.get(torch.backends.cpu.get_cpu_capability())
     if name is None or not native_enabled():
         return None
@@ -64,7 +64,7 @@ _library = _load()
 
 
 def available() -> bool:
-    """Whether the native kernels were built for this machine and are not turned off."""
+    """Whether the native kernels are built for this machine and not turned off."""
     return _library is not None
 
 
@@ -76,7 +76,7 @@ def build_name() -> str:
 def takes(*tensors: Tensor, size: int = LANES) -> bool:
     """Whether the kernels can compute with these tensors. All tensors must be float32, or all bfloat16, on the CPU and contiguous
     in the last dimension. `size`, the number of values in a row, must be a multiple of `LANES`; leave it out for a kernel
-    that takes rows of any size (native.cpp)."""
+    that takes rows of any size."""
     if _library is None or size % LANES:
         return False
     dtype = tensors[0].dtype
@@ -116,7 +116,7 @@ def rms_norm_backward(
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
-    """Rotates heads [N, X, D] in place, backwards for `sign` -1. The last two dimensions, cos and sin [N, D / 2] are contiguous."""
+    """Rotates heads [N, X, D] in place; `sign` -1 negates the angles. cos, sin [N, D / 2] and each row of heads are contiguous."""
     count, size = heads.shape[1:]
     _call("rotate", heads, heads, heads.stride(0), count, size // 2, cos, sin, sign, heads.shape[0])
 
@@ -128,9 +128,8 @@ def swiglu(gate_up: Tensor, out: Tensor) -> None:
 
 def swiglu_backward_(gate_up: Tensor, grad: Tensor, product: Tensor) -> None:
     """Overwrites `gate_up` [N, 2F] with its gradient, and `product` [N, F] with the output of `swiglu`. `grad` is [N, F]."""
-    _call(
-        "swiglu_backward", grad, gate_up, gate_up.stride(0), grad, grad.stride(0), product, product.stride(0), *grad.shape
-    )  # fmt: skip
+    rows = gate_up, gate_up.stride(0), grad, grad.stride(0), product, product.stride(0)
+    _call("swiglu_backward", grad, *rows, *grad.shape)
 
 
 def head_statistics(
@@ -145,8 +144,8 @@ def head_gradient_(
     logits: Tensor, inverse: Tensor, target: Tensor, lse: Tensor, slope: Tensor, bonus: tuple[Tensor, Tensor] | None
 ) -> None:
     """Overwrites logits [N, V] with their gradient. `inverse` is 1 / temperature. `slope` is the gradient of the log-prob, divided
-    by the temperature. `bonus` is (the gradient of the entropy, divided by the temperature; the entropy). The other tensors must
-    be contiguous [N] float32, and `target` int64."""
+    by the temperature. `bonus` is (the gradient of the entropy, divided by the temperature; the entropy). None: no bonus. All
+    tensors but the logits must be contiguous [N] float32, and `target` int64."""
     tensors = (inverse, target, lse, slope, *(bonus or (None, None)))
     _call("head_gradient", logits, logits, logits.stride(0), *tensors, *logits.shape)
 
@@ -160,7 +159,7 @@ def row_softmax(scores: Tensor, out: Tensor, prefix_R: Tensor, own_length_R: Ten
 
 
 def row_softmax_backward_(weights: Tensor, slope: Tensor, scale: float) -> None:
-    """Overwrites `slope`, the gradient of `weights` [..., C], with `scale` x the gradient of the scores. Both are contiguous."""
+    """Overwrites `slope`, the gradient of `weights` [..., C], with that of the scores, times `scale`. Both are contiguous."""
     size = weights.shape[-1]
     _call("row_softmax_backward", weights, weights, slope, scale, weights.numel() // size, size)
 

@@ -1,8 +1,8 @@
-"""RMS normalisation as one autograd node, which saves only its input.
+"""RMS normalisation as one autograd node, which saves its input and no copies.
 
-The modules of transformers compute in float32 even for a float64 model, and autograd saves several copies of their activations.
+transformers' norm modules compute in float32 even for a float64 model, and autograd saves several copies of their activations.
 `replace_norms` changes the class of each module that computes `(offset + weight) * x / sqrt(mean(x^2) + eps)`. The offset is 0, or
-1 in Gemma. The output of each module is tested first, and a module with another output keeps its class.
+1 in Gemma. A module keeps its class if its output for a test input differs from the formula.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def replace_norms(module: nn.Module) -> int:
-    """Gives `FusedRMSNorm` to every module inside that computes this norm. Returns the number of these modules."""
+    """Gives the class `FusedRMSNorm` to each part of a class `*RMSNorm*` whose test output fits. Returns the number of parts."""
     count = 0
     for part in module.modules():
         eps = getattr(part, "variance_epsilon", getattr(part, "eps", None))
@@ -74,7 +74,7 @@ def replace_norms(module: nn.Module) -> int:
 
 
 def _takes_one_tensor(part: nn.Module) -> bool:
-    """Whether forward takes one tensor and nothing else: some norms also take a gate or a residual, perhaps optionally."""
+    """Whether forward has exactly one parameter. Some norms also take a gate or a residual, which may be optional."""
     arguments = list(inspect.signature(part.forward).parameters.values())
     return len(arguments) == 1 and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -95,8 +95,7 @@ def _computes_rms_norm(part: nn.Module, eps: float, offset: float) -> bool:
     weight = torch.linspace(0.5, 1.5, weight.numel(), dtype=dtype, device=weight.device)
     try:
         out = torch.func.functional_call(part, {"weight": weight}, (x,))
-    except Exception:
-        # Unknown modules may raise any exception here.
+    except Exception:  # unknown modules may raise any exception
         return False
     if not isinstance(out, Tensor) or out.shape != x.shape:
         return False

@@ -1,6 +1,6 @@
 """Triton kernels of the elementwise parts of a layer. Only `gpu.py` imports this module, since triton may be missing.
 
-All kernels read a value once, compute in float32 and round once. Formulas are those of `kernels.py`.
+All kernels read each value once, compute in float32 and round once. Formulas are those of `kernels.py`.
 
 Shape legend: N rows, X heads, D head size, F size of the MLP.
 """
@@ -24,7 +24,7 @@ def rotate_kernel(
     BLOCK_X: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ) -> None:
-    """HEADS [N, X, D], rotated in place. One program rotates all heads of a row. COS and SIN are [N, HALF], HALF = D / 2."""
+    """Rotates HEADS [N, X, D] in place. One program rotates all heads of a row. COS and SIN are [N, HALF], HALF = D / 2."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_X)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
@@ -40,7 +40,7 @@ def rotate_kernel(
 
 @triton.jit
 def swiglu_kernel(GATE_UP: tl.tensor, OUT: tl.tensor, F: tl.constexpr, BLOCK_F: tl.constexpr) -> None:
-    """OUT [N, F] = silu(gate) * up, where GATE_UP [N, 2F] is gate beside up."""
+    """OUT [N, F] = silu(gate) * up. A row of GATE_UP [N, 2F] is a row of gate, then a row of up."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside = column < F

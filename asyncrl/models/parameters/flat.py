@@ -1,4 +1,4 @@
-"""Flat parameters: all master weights (masters) in one buffer, all gradients in another. Module parameters are views of a buffer.
+"""Flat parameters: all masters (the weights that the optimizer updates) in one buffer, and all gradients in another.
 
 The master dtype is float32, or float64 if the matmul dtype is float64. The matmul dtype decides what the modules read:
 * Equal to the master dtype: parameters are views of the masters, and each `.grad` is a view of the gradient buffer, so autograd
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..native import library as native
 from .layout import Layout
 
-# Rows of a product that is rounded before it is added.
+# Rows of a block in `add_product_`, where a product is rounded before it is added.
 _PRODUCT_ROWS = 4096
 
 
@@ -37,7 +37,7 @@ def add_widened_(target: Tensor, source: Tensor) -> None:
 
 
 def add_product_(target: Tensor, left: Tensor, right: Tensor) -> None:
-    """`target [O, I] += left [O, N] @ right [N, I]`, for a contiguous `target` of the dtype of the factors or of a wider one.
+    """`target [O, I] += left [O, N] @ right [N, I]`, for a contiguous `target` of the factors' dtype or of a wider dtype.
 
     A GPU adds the unrounded product to a wider target, in one launch. Elsewhere the product is rounded first.
     """
@@ -46,7 +46,7 @@ def add_product_(target: Tensor, left: Tensor, right: Tensor) -> None:
     elif target.device.type == "cuda":
         torch.addmm(target, left, right, out_dtype=target.dtype, out=target)
     else:
-        # In blocks, since a product for a vocabulary can be larger than the memory that is left.
+        # In blocks, since the whole product of a large vocabulary can need more memory than is free.
         product = right.new_empty(min(_PRODUCT_ROWS, target.shape[0]), target.shape[1])
         for start in range(0, target.shape[0], _PRODUCT_ROWS):
             part = target[start : start + _PRODUCT_ROWS]
@@ -71,8 +71,8 @@ class FlatWeights:
             parameter.requires_grad_(False)
 
     def _take_over(self, buffer: Tensor) -> None:
-        """Copies each parameter into `buffer`, and makes it a view of `buffer`, which frees the memory of the loaded tensor. The
-        loaded dtype is cast on the device of `buffer`: a copy between devices that also casts would cast on the host."""
+        """Copies each parameter into `buffer` and makes the parameter a view of `buffer`, no longer of the loaded tensor. The cast
+        to the dtype of `buffer` runs on its device: a copy between devices that also casts would cast on the host."""
         for index, parameter in enumerate(self.parameters):
             self.view(buffer, index).copy_(parameter.data.to(buffer.device))
             parameter.data = self.view(buffer, index)
@@ -93,8 +93,8 @@ class FlatWeights:
     def stamp(self, indices: Iterable[int]) -> tuple[int, int, int]:
         """A value that changes when one of the parameters with these indices may have changed. Owners of copies compare stamps.
 
-        `refresh`, `bind` and writes to a parameter change the stamp; a write through `.data` does not. The caller names its
-        parameters, since every matrix product of a decode step calls `stamp`: reading all parameters each time would be slow.
+        `refresh`, `bind` and writes to a parameter change the stamp. A write through `.data` does not. Every matrix product of a
+        decode step calls `stamp` with the indices of its own parameters, since a look at all parameters would be slow.
         """
         writes = 0
         for index in indices:
@@ -164,9 +164,9 @@ class FlatParameters(FlatWeights):
         self.has_working_copy = matmul_dtype != self.master_dtype
         self.working = torch.zeros(size, dtype=matmul_dtype, device=device) if self.has_working_copy else self.master
         self.bound = self.working
-        # The next refresh writes the new values into this buffer, which becomes the working copy. None: a private buffer.
+        # The buffer that the next refresh writes, and that then is the working copy (if there is one). None: a private buffer.
         self.target: Tensor | None = self.working
-        self._private: Tensor | None = None
+        self._private: Tensor | None = None  # for `target` None, made at its first use
         self._take_over(self.master)
         self.refresh()
         for index, parameter in enumerate(self.parameters):
@@ -190,7 +190,7 @@ class FlatParameters(FlatWeights):
         return accumulate
 
     def refresh(self) -> None:
-        """Copies the masters to the working copy, if there is one. Copies of weights become outdated (see `stamp`)."""
+        """Copies the masters to the working copy, if there is one. Changes all stamps (see `stamp`)."""
         if self.has_working_copy:
             target = self.target
             if target is None:
@@ -211,7 +211,7 @@ class FlatParameters(FlatWeights):
             parameter.grad = None if self.has_working_copy else self.view(self.grad, index)
 
     def zero_frozen(self) -> None:
-        """Zeros the gradients of frozen weights. A fused product writes them if any of its weights (q, k, v) is trained."""
+        """Zeros the gradients of frozen weights. Backward computes these gradients, too."""
         for index, name in enumerate(self.names):
             if name in self.frozen:
                 self.view(self.grad, index).zero_()
@@ -232,10 +232,8 @@ class FlatParameters(FlatWeights):
 
 
 class ServedParameters(FlatParameters):
-    """All weights in the matmul dtype, without gradients, for modules that only read. Another object has the masters. With sharded
-    masters the trainer calls `write` for each parameter and then `refresh`. Workers call `move_to`. `master` is the working copy,
-    for the inherited methods.
-    """
+    """All weights in the matmul dtype, without gradients, for modules that only read. `master` is `working` here: another object or
+    process has the masters. A trainer with sharded masters calls `write` for each weight, and `refresh`. Workers call `move_to`."""
 
     grad: Tensor | None = None  # type: ignore[assignment]  # FlatParameters narrows it to Tensor
 

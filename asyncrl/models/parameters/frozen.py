@@ -1,9 +1,9 @@
 """Weights that a run does not train: weights that are frozen in the loaded model, and weights that no text reaches.
 
-A frozen weight has no gradient, no optimizer state, no weight decay and no part in the gradient norm. Every checkpoint has the
-loaded value of the weight. The weights of a vision tower, for example, get no gradient from text. The gate looks for
-weights without a gradient in a small copy of the model. The copy has only a few layers, so a parameter is identified by its family:
-its name without the numbers of layers and experts.
+A frozen weight has no optimizer state, no weight decay and no part in the gradient norm, so every checkpoint has its loaded value.
+Text does not reach the weights of a vision tower, for example. To find such weights, the gate (runtime/gate.py) looks for weights
+without a gradient in a small copy of the model. The copy has only a few layers, so a parameter is identified by its family: its
+name without the indices of layers and experts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ _UNREACHED = "_asyncrl_unreached"
 
 
 def family(name: str) -> str:
-    """The name of a parameter, with `*` instead of the numbers of layers and experts."""
+    """The name of a parameter, with `*` instead of the indices of layers and experts."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def unreached_families(gradients: Mapping[str, torch.Tensor | None]) -> frozenset[str]:
-    """The families in which no parameter has a gradient. An expert that no token chose has no gradient, but other experts of its
-    family have one."""
+    """The families in which no parameter has a gradient. A family of experts counts as reached if a token chose one of them."""
     reached = {family(name) for name, gradient in gradients.items() if gradient is not None}
     return frozenset(map(family, gradients)) - reached
 
@@ -52,14 +51,14 @@ def require_trained(module: nn.Module, frozen: frozenset[str]) -> frozenset[str]
     """Returns `frozen`. Errors: ConfigError if every parameter of the module is frozen."""
     if len(frozen) == len(list(module.named_parameters())):
         raise ConfigError(
-            "model.path: every weight of the model is frozen (requires_grad is False), so there is nothing to train; leave some "
-            "weights trainable, or set model.lora.rank"
+            "model.path: every weight of the model is frozen (requires_grad is False, or no text reaches it), so there is nothing "
+            "to train; leave some weights trainable, or set model.lora.rank"
         )
     return frozen
 
 
 def describe_frozen(module: nn.Module, frozen: Collection[str]) -> list[str]:
-    """A line for the user on the unreached weights, and a line on the other frozen weights."""
+    """A line for the user on the unreached weights, and a line on the other frozen weights, each only if there are any."""
     unreached = unreached_names(module)
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     lines = []

@@ -3,9 +3,9 @@
 Hu et al., "LoRA" (arXiv:2106.09685), section 4.1, in peft's form: A [r, I] is random at the start and B [O, r] is zero, so
 a run begins exactly at the base model. There is no dropout, because sampler and trainer must compute the same values.
 
-The modules have the merged W. W is computed from W0 once for each version and never updated in place, so rounding errors do not add
-up. Backward computes the gradients of A and B from a layer's input x and the gradient g of the layer's output. The gradient of W
-itself, [O, I], is never computed:
+The modules have the merged W. Each version of W is computed from W0, not from the version before, so rounding errors do not
+accumulate. For a linear layer, backward computes the gradients of A and B from the layer's input x and the gradient g of its
+output, without the gradient of W [O, I]:
 
     dB = s g' (x A')        dA = s (g B)' x        dx = g W
 
@@ -42,13 +42,13 @@ from .frozen import family, unreached_names
 from .layout import Layout
 from .merge import Merge, Place, as_stack, factors, sizes_of
 
-ALL_LINEAR = "all-linear"  # peft's word for every linear layer except the head
+ALL_LINEAR = "all-linear"  # peft's word for all linear layers except the head
 _PREFIX = "base_model.model."  # of parameter names in peft's files
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """The adapter of one linear layer. `a` and `b` have the dtype of the products. The gradients are views of the flat buffer."""
+    """The adapter of a linear layer. `a` and `b` have the dtype of the products. `grad_a` and `grad_b` are in the flat gradient."""
 
     a: nn.Parameter  # [r, I]
     b: nn.Parameter  # [O, r]
@@ -111,7 +111,7 @@ class LoraParameters(FlatParameters):
     """The adapters of a module as flat parameters, named as in peft's files. `refresh` merges the adapters into the weights."""
 
     def __init__(self, module: PreTrainedModel, weights: FlatWeights, config: LoraConfig, seed: int) -> None:
-        """`weights`: the frozen weights of the module. `seed`: for A. Errors: ConfigError if `config` names a wrong layer."""
+        """`weights`: the frozen weights of the module. `seed`: for A. Errors: ConfigError of `find_targets`."""
         self.targets = targets = find_targets(module, config)
         self._has_stacks = any(parameter.ndim == 3 for parameter in module.parameters())
         self.config = config
@@ -175,18 +175,18 @@ class LoraParameters(FlatParameters):
         return {name: master.detach().to("cpu", copy=True) for name, master in self.named_masters()}
 
     def write_adapter(self, directory: str | Path, state: dict[str, Tensor], base: str | None) -> None:
-        """Writes a result of `host_state` for `peft.PeftModel.from_pretrained(model, directory)`, on any thread. `base`: name of
-        the base model in the written configuration; None: no name."""
+        """Writes `state`, a result of `host_state`, for `peft.PeftModel.from_pretrained(model, directory)`. May run on any thread.
+        `base`: the name of the base model in the written configuration, or None for no name."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        # peft's all-linear also chooses stacks of experts, unlike asyncrl's. So the names of the layers are written.
+        # For peft, all-linear includes stacks of experts. For asyncrl it does not, so the names of the layers are written.
         leaves = sorted({target.name.rpartition(".")[2] for target in self.targets if target.layer is not None})
         _peft_config(self.config, base, leaves if self._has_stacks else None).save_pretrained(str(directory))
         save_file(state, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def find_targets(module: PreTrainedModel, config: LoraConfig) -> list[Target]:
-    """The weights that `config` names, by peft's rules, without weights that no text reaches. Errors: ConfigError."""
+    """The weights that `config` names, by peft's rules, and that text reaches. Errors: ConfigError for a name of no such weight."""
     layers = _find_layers(module, config.target_modules)
     return [
         *(Target(name, layer.weight, layer) for name, layer in layers.items()),
@@ -220,7 +220,7 @@ def _find_layers(module: PreTrainedModel, names: Sequence[str]) -> dict[str, nn.
 def _find_parameters(
     module: PreTrainedModel, names: Sequence[str], layers: Mapping[str, nn.Linear]
 ) -> Iterator[Target]:
-    """Targets for the parameters `names`, outside of `layers`. peft wraps a module once for each parameter, the first innermost."""
+    """Targets for the parameters `names`, outside of `layers`. peft wraps a module once per parameter, the first one innermost."""
     unreached, found = unreached_names(module), set[str]()
     for owner, part in module.named_modules():
         parameters: dict[str, nn.Parameter] = dict(part.named_parameters(recurse=False))
@@ -252,7 +252,7 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def describe_adapted(module: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """A line for the log: of the weights that text reaches, the share with adapters, and the families without adapters."""
+    """A line for the log: of the weights that text reaches, the share with adapters, and up to six families without adapters."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     lookup = None if embedding is None or embedding.weight is head.weight else embedding.weight
     unreached = unreached_names(module)
@@ -287,12 +287,11 @@ def _initial_values(targets: Sequence[Target], rank: int, seed: int) -> Iterator
         b = torch.zeros(outputs, rank * experts)
         for letter, values in (("A", a), ("B", b)):
             wide = torch.float64 if target.weight.dtype == torch.float64 else torch.float32
-            values = values.to(target.weight.device, wide)
-            yield f"{_PREFIX}{target.name}.lora_{letter}.weight", nn.Parameter(values)
+            yield f"{_PREFIX}{target.name}.lora_{letter}.weight", nn.Parameter(values.to(target.weight.device, wide))
 
 
 def _peft_config(config: LoraConfig, base: str | None, leaves: Sequence[str] | None = None) -> Any:
-    """`leaves`: the last parts of the names of the adapted layers. They replace all-linear."""
+    """`leaves`: the last parts of the names of the adapted layers, which replace all-linear. None: all-linear is written."""
     from peft import LoraConfig as PeftConfig  # optional, and takes seconds to import
 
     target_modules: Any = list(config.target_modules)

@@ -1,4 +1,4 @@
-"""Merges adapters into weights: `W = W0 + s B A`. Every process uses this code, so equal processors get equal bits (lora.py)."""
+"""Merges adapters into weights: `W = W0 + s B A` (lora.py). All processes use this code, so equal processors get equal bits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """Shape of a weight, and offsets (in elements) of weight and adapter in their buffers. JSON types."""
+    """Where an adapted weight and its adapter are. Offsets are in elements, and all fields are of JSON types."""
 
     shape: Sequence[int]  # [O, I]; experts: [E, O, I], or [E, I, O] if `transposed`
     transposed: bool
-    weight: int
-    a: int
-    b: int
+    weight: int  # offset in the buffer of all weights
+    a: int  # offset of A in the buffer of all adapters
+    b: int  # offset of B there
 
 
 def sizes_of(shape: Sequence[int], transposed: bool) -> tuple[int, int, int]:
@@ -38,7 +38,7 @@ def factors(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, 
 
 
 class Merge:
-    """Keeps W0 of every adapted weight. A `Merge` never changes, so any thread may use it."""
+    """Computes merged weights from adapters and W0 of every adapted weight. Does not change during a run: any thread may use it."""
 
     def __init__(self, places: Sequence[Place], rank: int, scale: float, weights: Tensor) -> None:
         """`weights`: all weights of the model, unmerged, in one buffer. `scale`: s."""
@@ -56,7 +56,7 @@ class Merge:
         return {"places": [[*place] for place in self.places], "rank": self.rank, "scale": self.scale}
 
     def merge(self, adapters: Tensor, weights: Tensor) -> None:
-        """Write the merged weights into `weights`, computed in the dtype of `adapters`."""
+        """Writes the merged weights into `weights`, computed in the dtype of `adapters`."""
         for place, base in zip(self.places, self.base, strict=True):
             experts, outputs, inputs = sizes = sizes_of(place.shape, place.transposed)
             a = adapters[place.a :][: experts * self.rank * inputs]

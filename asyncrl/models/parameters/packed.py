@@ -1,7 +1,7 @@
-"""Linear layers that read the same input, as one product over a packed copy of their weights.
+"""Linear layers that read the same input, as one product over a packed copy of their weights (in oneDNN's own layout).
 
 On a CPU, `F.linear` reaches half of the GEMM rate for batches of decoding, because every call reorders the weight. So the first
-product with new weights makes a packed copy by oneDNN. Backward products read the plain weights, whose layout suits them.
+product with new weights makes a packed copy by oneDNN. Backward products read the weights themselves, whose layout suits them.
 
 Old copies would give wrong results, so every product compares `FlatWeights.stamp()`, which changes with the weights. `F.linear` is
 used if oneDNN is missing or does not pack the dtype, and while the modules read another buffer than `flat.working`.
@@ -54,19 +54,19 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class JoinedLinear:
-    """`x @ cat(weights).T + cat(biases)` of linear layers that share their input. Use it only on the lane."""
+    """`x @ cat(weights).T + cat(biases)` of linear layers that share their input. Use it only on the lane (the device's thread)."""
 
     def __init__(self, flat: FlatWeights, members: list[nn.Linear], index: dict[int, int], pack: bool) -> None:
         """`index`: id of a parameter -> the parameter's index in `flat`. `pack`: whether to use packed copies."""
         self.flat = flat
-        self.weights = [index[id(member.weight)] for member in members]
-        self.biases = [index[id(member.bias)] for member in members if member.bias is not None]
-        self._parameters = (*self.weights, *self.biases)
+        self.weight_indices = [index[id(member.weight)] for member in members]
+        self.bias_indices = [index[id(member.bias)] for member in members if member.bias is not None]
+        self._indices = (*self.weight_indices, *self.bias_indices)
         self.sizes = [member.out_features for member in members]
         self.inputs = members[0].in_features
         self.adapters = [getattr(member, "adapter", None) for member in members]  # lora.Adapter or None
         self._pack = pack
-        pairs = pairwise(self.weights)
+        pairs = pairwise(self.weight_indices)
         self._adjacent = all(
             flat.offsets[a] + flat.shapes[a][0] * flat.shapes[a][1] == flat.offsets[b] for a, b in pairs
         )
@@ -76,7 +76,7 @@ class JoinedLinear:
 
     def weight(self) -> Tensor:
         """The current weights [O, I]: a view if the members are adjacent in the flat buffer, otherwise a copy."""
-        return self._join(self.flat.bound, self.weights)
+        return self._join(self.flat.bound, self.weight_indices)
 
     def _join(self, buffer: Tensor, indices: list[int]) -> Tensor:
         parts = [self.flat.view(buffer, i) for i in indices]
@@ -90,23 +90,23 @@ class JoinedLinear:
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """[N, I] -> [N, O], a new tensor."""
-        # `renew` makes the same comparison, but a call for every product would cost more.
-        if self.flat.stamp(self._parameters) != self._stamp:
+        # `renew` compares again. A call of `renew` for every product would cost more.
+        if self.flat.stamp(self._indices) != self._stamp:
             self.renew()
         if self._packed is None:
             return F.linear(x_NI, self.weight(), self._bias)
         return product(x_NI, self._packed, self._bias)
 
     def renew(self) -> None:
-        """Copies the weights and biases again if a stamp shows that they have changed."""
-        stamp = self.flat.stamp(self._parameters)
+        """Packs the weights and joins the biases again, if the stamp shows that they may have changed."""
+        stamp = self.flat.stamp(self._indices)
         if stamp == self._stamp:
             return
         # Frees the old copy first: the memory may not suffice for two copies.
         self._packed = None
         buffer = self.flat.bound  # the buffer that the modules read
-        bias = self._join(buffer, self.biases) if self.biases else None
-        if len(self.biases) > 1 and bias is not None and self._bias is not None:
+        bias = self._join(buffer, self.bias_indices) if self.bias_indices else None
+        if len(self.bias_indices) > 1 and bias is not None and self._bias is not None:
             # A captured CUDA graph reads the address of this copy, so the copy must not move.
             self._bias.copy_(bias)
         else:
@@ -121,7 +121,7 @@ class JoinedLinear:
         self.add_gradient(grad_NO, x_NI)
 
     def add_gradient(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Adds the gradients of weights and biases to the flat gradient. Without a flat gradient, the adapters get gradients."""
+        """Adds the gradients of weights and biases to the flat gradient, or, if there is none (LoRA), those of the adapters."""
         flat = self.flat
         if flat.grad is None:
             for adapter, part in zip(self.adapters, grad_NO.split(self.sizes, 1), strict=True):
@@ -129,11 +129,11 @@ class JoinedLinear:
                     adapter.add_gradient(part, x_NI)
             return
         if self._adjacent:
-            add_product_(self._join(flat.grad, self.weights), grad_NO.t(), x_NI)
+            add_product_(self._join(flat.grad, self.weight_indices), grad_NO.t(), x_NI)
         else:
-            for i, part in zip(self.weights, grad_NO.split(self.sizes, 1), strict=True):
+            for i, part in zip(self.weight_indices, grad_NO.split(self.sizes, 1), strict=True):
                 add_product_(flat.view(flat.grad, i), part.t(), x_NI)
-        if self.biases:
+        if self.bias_indices:
             total = grad_NO.sum(0, dtype=flat.grad.dtype)
-            for i, part in zip(self.biases, total.split(self.sizes), strict=True):
+            for i, part in zip(self.bias_indices, total.split(self.sizes), strict=True):
                 flat.view(flat.grad, i).add_(part)

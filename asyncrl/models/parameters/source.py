@@ -1,4 +1,4 @@
-"""Checks `model.path` and `model.tokenizer`, and calls a function in `model.path`. Needs no torch, transformers or network."""
+"""Checks `model.path` and `model.tokenizer`, and calls a function that `model.path` names. Imports no torch, uses no network."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load_builder(path: str, setting: str) -> Callable[[int], Any]:
 
 
 def call_builder(path: str, seed: int, setting: str) -> Any:
-    """The result of the function at `path` for `seed`. Errors: ConfigError with file, line and cause if the function raises."""
+    """The result of the function at `path` for `seed`. Errors: AsyncrlErrors of the function; ConfigError for its other errors."""
     builder = load_builder(path, setting)
     try:
         return builder(seed)

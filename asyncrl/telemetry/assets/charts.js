@@ -29,7 +29,7 @@ function number(value) {
   return Number((short / unit).toPrecision(4)) + letter;
 }
 
-// Percentages with one decimal each, which add up to 100 as they are printed.
+// Percentages rounded to one decimal, so that the rounded numbers add up to 100.
 function percents(values) {
   const add = (several) => several.reduce((sum, value) => sum + value, 0);
   const all = add(values), exact = values.map((value) => (all > 0 ? (1000 * value) / all : 0)), found = exact.map(Math.floor);
@@ -89,7 +89,7 @@ function smooth(values) {
   });
 }
 
-// Whether the differences of neighbours add up to more than four times the range of the curve. Only such a curve is smoothed.
+// Whether the differences of neighbours add up to more than four times the range. Then a long curve gets a smoothed one on top.
 function noisy(values) {
   const way = values.slice(1).reduce((sum, value, i) => sum + Math.abs(value - values[i]), 0);
   return way > 4 * (Math.max(...values) - Math.min(...values));

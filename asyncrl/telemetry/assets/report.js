@@ -60,7 +60,7 @@ function about(names) {
   return known.map((name) => `${name} (unit: ${unit(name)})\n${DATA.about[name][1]}\nA bad value: ${DATA.about[name][2]}`).join("\n\n");
 }
 
-// Names whose values may share an axis: of one unit, the largest values within a factor of ten.
+// Groups of names that share one chart: the same unit (not "as logged"), and largest values that are 0 or within a factor of ten.
 function alike(names) {
   const size = (name) => Math.max(...SERIES[name].map((value) => Math.abs(value || 0)));
   const together = (first, name) => unit(first) === unit(name) && unit(name) !== "as logged" && (!size(name) || 10 * size(name) >= size(first));

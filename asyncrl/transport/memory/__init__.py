@@ -1,1 +1,1 @@
-"""Shared memory and device memory: allocation, ownership and release. Start in `segment.py`."""
+"""Memory that processes share, of the host and of devices: allocation, ownership and release. Start in `segment.py`."""

@@ -1,6 +1,6 @@
-"""The weight board: two halves of memory. One process (the owner) writes them, other processes (the readers) read them.
+"""The weight board: two halves of memory. One process (the owner) writes the halves, and other processes (the readers) read them.
 
-Each half is a flat buffer with all weights of one version.
+Each half is a flat buffer that holds all weights of one version.
 
     with Board.create(elements, dtype, layout) as board:         a child that was started with `pass_fds=[board.fd]`:
         board.write(0, version, weights)                             board = Board.attach(description, fd, layout)
@@ -8,26 +8,26 @@ Each half is a flat buffer with all weights of one version.
         board.write(1, version + 1, weights)                         board.version(0)
 
 Guarantees
-* The board is a memfd without a name, so no death of a process leaves a file behind. The size of the memfd is sealed.
+* The board is a memfd, which has no file name, so no death of a process leaves a file behind. The size of the memfd is sealed.
 * All pages are allocated at creation. So a lack of memory raises an error with figures, and no SIGBUS comes later.
-* A reader's mapping is read-only: a write into a half is a SIGSEGV there, and `write` raises a TypeError. From Linux 5.1 on, a
-  seal forbids further writable mappings.
-* The memfd has a word for each half with its version. `write` clears the word before the copy and stores the version
-  after the copy, and x86-64 keeps this order (`words.py`).
+* A reader's mapping of the memfd is read-only: there a write into a half is a SIGSEGV, and `write` raises a TypeError. From
+  Linux 5.1 on, a seal forbids further writable mappings.
+* The memfd has a version word for each half. `write` clears the word before the copy and stores the version after the
+  copy, and x86-64 keeps this order (`words.py`).
 
 On a GPU the halves are in one slab (`weight_slab`), which each reader opens once. The version words stay in the memfd.
-A slab is not protected against writes of a reader. The slab has a name in /dev/shm, which the owner or the next run
-removes (`generation/worker/names.py`). A reader on another device than the slab (`copy_to`) has a copy of each half
-and fetches each version once (`fetch`). Otherwise every decode step would read all weights over the bus.
+The mapping of a slab is writable for readers, too. The slab has a name in /dev/shm, which the owner or the next run removes
+(`generation/worker/names.py`). A reader on another device than the halves (`copy_to`) has copies of them, and fetches
+each version once (`fetch`). Without copies every decode step would read all weights over the bus.
 
 A GPU runs work later than the call that launches the work. So `fetch` and `reads_ended` return a `DeviceWait`: a
-function that blocks its thread until the device is ready. On a CPU both methods return None. `wait_for_device` calls
+function that blocks its thread until earlier work of the device has ended. On a CPU both return None. `wait_for_device` calls
 the function on another thread, so that the device's own thread (the lane) does not block. Three waits are necessary:
-* Inside `write` the owner waits for its stream. So a reader that sees the version may read the half at once.
+* `write` waits for the owner's stream before it stores the version. So a reader that sees the version may read at once.
 * A reader with copies waits for `fetch` before it reads the copy.
-* A reader waits for `reads_ended` before the reader reports that it has moved to the other half.
+* A reader waits for `reads_ended` before it reports that it has moved to the other half.
 
-The board does not count its readers. The caller of `write` must know that no process reads the half (weights/sync.py).
+The board does not count its readers. The caller of `write` must ensure that no process reads the half (weights/sync.py).
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ from .words import Words, fault
 _MAGIC = b"asyncrlB"
 _HEAD = struct.Struct("<8s16s")  # magic, 16 random bytes that identify the board
 _VERSIONS_AT = 64
-# Bytes: a half is padded to whole cache lines, as `Layout` pads each parameter in it.
+# Bytes: the size of a half is a multiple of this, because `Layout` pads each parameter to whole cache lines.
 _HALF_MULTIPLE = 64
 _PAGE = 4096
-# Bytes: the alignment of a half in a slab, as torch's own allocator aligns its tensors.
+# Bytes: the alignment of a half in a slab. torch's CUDA allocator aligns tensors equally.
 _SLAB_ALIGNMENT = 512
-# F_SEAL_FUTURE_WRITE, Linux 5.1: forbids writable mappings beside the existing one.
+# F_SEAL_FUTURE_WRITE, Linux 5.1: forbids new writable mappings. The owner's mapping stays writable.
 _SEAL_FUTURE_WRITE = 0x10
 
 DeviceWait = Callable[[], None] | None
 
 
 def record_event(device: torch.device) -> DeviceWait:
-    """A wait for the work that this thread has launched on the current stream of `device` up to now."""
+    """Returns a wait for the work launched up to now on this thread's current stream of `device`."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps and does not spin
@@ -75,7 +75,7 @@ def record_event(device: torch.device) -> DeviceWait:
 
 
 def copy_beside(source: Tensor, target: Tensor) -> DeviceWait:
-    """Copy on a new stream, after earlier launches on the device of `target` and in parallel with later launches."""
+    """Copy on a new stream: after the work launched earlier on the current stream, in parallel with later work. CPU: at once."""
     if target.device.type != "cuda":
         target.copy_(source)
         return None
@@ -87,7 +87,7 @@ def copy_beside(source: Tensor, target: Tensor) -> DeviceWait:
 
 
 async def wait_for_device(wait: DeviceWait) -> None:
-    """Wait for a device on another thread; lane and event loop stay free."""
+    """Wait for a device on another thread, so that neither the lane nor the event loop blocks."""
     if wait is not None:
         await offload(wait, "device")
 
@@ -96,7 +96,7 @@ def weight_slab(name: str, elements: int, dtype: torch.dtype, device: torch.devi
     """A new slab for the two halves of a board, on a GPU (in tests also on the CPU). Errors: OutOfMemory, PlatformError."""
     size = 2 * _slab_half(elements, dtype)
     if device.type == "cuda":
-        # The slab is allocated outside torch, so cached blocks of torch would reduce its room.
+        # The slab's memory does not come from torch's allocator, which must give its cached blocks back first.
         torch.cuda.empty_cache()
     try:
         return Slab.create(name, size, device=device)
@@ -108,7 +108,7 @@ def weight_slab(name: str, elements: int, dtype: torch.dtype, device: torch.devi
 
 
 class Board:
-    """See the module. `create` makes the owner's end, `attach` a reader's end. Both block the calling thread."""
+    """One process's end of a board; see the module. `create` makes the owner's end, `attach` a reader's. Both block the thread."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Board:
         copy_to: torch.device | None = None,
         one_copy: bool = False,
     ) -> None:
-        """`fd` and `slab` belong to the board from now on. Without a slab the halves are in the memfd `fd`."""
+        """`fd` and `slab` belong to the board from now on. Without a slab the halves are in the memfd `fd`. See `attach`."""
         self.fd = fd
         self.elements, self.dtype, self.layout = elements, dtype, layout
         self.nbytes = elements * dtype.itemsize  # of one half
@@ -138,7 +138,7 @@ class Board:
             memory, first, step = slab.tensor(), 0, _slab_half(elements, dtype)
         self._stored = [memory[start : start + self.nbytes].view(dtype) for start in (first, first + step)]
         self.reads_copies = copy_to is not None
-        # The tensors that this process reads.
+        # The tensors that this process reads: the halves themselves, or its copies.
         self._halves = self._stored
         if copy_to:
             copies = self._stored[:1] if one_copy else self._stored
@@ -149,15 +149,15 @@ class Board:
     @classmethod
     def create(cls, elements: int, dtype: torch.dtype, layout: str, slab: Slab | None = None) -> Self:
         """A new board with two empty halves of `elements` numbers. `layout`: `FlatWeights.layout_digest` of the parameters.
-        `slab`: the memory of the halves, which belongs to the board from now on; None: the halves are in the memfd.
-        Errors: OutOfMemory with figures, PlatformError."""
+        `slab`: holds the halves, and belongs to the board from now on; None: the halves are in the memfd.
+        Errors: OutOfMemory with figures, PlatformError, ValueError."""
         with contextlib.ExitStack() as undo:
             if slab is not None:
                 undo.callback(slab.close)
             check_platform()
             if elements < 1 or elements * dtype.itemsize % _HALF_MULTIPLE:
                 raise ValueError(
-                    f"a weight board of {elements} x {dtype}: a half must be a multiple of {_HALF_MULTIPLE} B"
+                    f"a weight board of {elements} x {dtype}: a half must be a multiple of {_HALF_MULTIPLE} B, above 0"
                 )
             token = os.urandom(16)
             fd = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -178,13 +178,13 @@ class Board:
         copy_to: torch.device | None = None,
         one_copy: bool = False,
     ) -> Self:
-        """The board of another process behind an inherited descriptor; the board closes `fd`.
+        """Open the board of another process by the inherited descriptor `fd`, which belongs to the board from now on.
 
         `layout`: the digest of this process's own parameters. `copy_to`: this process reads copies on this device
-        (`fetch`); None: this process reads the memory of the board itself. `one_copy`: both halves are copied to one
-        place, for a reader that is done with a half before it fetches the other one.
-        Errors: TransportError where the board has another layout, or `fd` is another file; PlatformError where this
-        process cannot open the memory.
+        (`fetch`); None: this process reads the memory of the board itself. `one_copy`: both halves are copied to the same
+        memory, for a reader that never reads a half after it has fetched the other half.
+        Errors: TransportError if the board has another layout, or `fd` is another file; PlatformError if this process
+        cannot open the memory.
         """
         slab: Slab | None = None
         try:
@@ -232,9 +232,9 @@ class Board:
     # -- for the owner
 
     def write(self, index: int, version: int, source: Tensor | None = None) -> None:
-        """Make a half hold `version`. No process may read the half during the call. `source`: a flat buffer to copy;
-        None: the owner has already written the weights into `half(index)` after `clear`. Waits for the device. Errors:
-        ValueError for a source of another shape, dtype or device."""
+        """Store the weights of `version` in a half, and wait for the device. No process may read the half meanwhile. `source`: a
+        flat buffer to copy; None: after `clear` the owner has already written the weights into `half(index)`. Errors: ValueError
+        for a negative version, or for a source that is strided or of another shape, dtype or device."""
         if version < 0:
             raise ValueError(f"a weight board cannot hold version {version}: versions must not be negative")
         if source is not None:
@@ -255,25 +255,25 @@ class Board:
     # -- for owner and readers
 
     def half(self, index: int) -> Tensor:
-        """A half as this process reads it, [elements]. The tensor keeps its memory mapped after `close`."""
+        """A half, or this process's copy of it, [elements]. The tensor keeps its memory mapped after `close`."""
         return self._halves[index]
 
     def fetch(self, index: int) -> DeviceWait:
-        """With `copy_to`: start the copy of a half that this process does not read now. The copy is complete after the
-        wait; the owner must not write into the half before that."""
+        """With `copy_to`: start the copy of a half that this process does not read now. The returned wait ends when the copy is
+        complete; until then the owner must not write into the half. Without `copy_to`: does nothing."""
         return copy_beside(self._stored[index], self._halves[index]) if self.reads_copies else None
 
     def reads_ended(self) -> DeviceWait:
-        """A wait for all reads launched before this call. After the wait no kernel reads a half that this process has left."""
+        """Returns a wait for all reads launched before this call. After the wait no kernel reads a half that was left before."""
         return record_event(self._halves[0].device)
 
     def version(self, index: int) -> int | None:
-        """The version that a half holds; None for an empty half and during a write."""
+        """The version that the board's half holds, not a copy of it; None for an empty half and during a write."""
         stored = self._versions[index]
         return stored - 1 if stored else None
 
     def close(self) -> None:
-        """Close the board. A tensor of a half that is still in use keeps its memory. Closing twice is fine."""
+        """Close the board. A tensor of a half that is still in use keeps its memory mapped. Closing twice is fine."""
         if self.fd < 0:
             return
         self._versions.release()
@@ -282,7 +282,7 @@ class Board:
             self._slab.close()
         with contextlib.suppress(BufferError):
             self._map.close()
-        del self._map  # tensors have references of their own
+        del self._map  # tensors hold their own references to the mapping
         os.close(self.fd)
         self.fd = -1
 
@@ -318,7 +318,7 @@ def _memfd_bytes(nbytes: int, in_slab: bool) -> int:
 
 
 def _allocate_pages(fd: int, total: int) -> None:
-    """Allocate all pages now. If memory ran out, the kernel could kill any process; so check the free memory first."""
+    """Allocate all pages now. Check the free memory first, because without free memory the kernel kills some process."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     error = allocate(fd, total) if total <= free else None

@@ -1,21 +1,21 @@
-"""A named segment of shared memory: created completely or not at all, owned through `flock`, adopted after a crash.
+"""A named segment of shared memory: created whole or not at all, owned through `flock`, adopted by a new owner after a crash.
 
-    0     magic, version, bytes of data, run (16 random bytes, drawn at creation), time of creation in ns
-    96    CRC32 of bytes 0 to 95; every process that opens the segment checks the CRC32
-    128   secret (64 random bits of the present owner);  seal (1: the owner reads no more)
-    4096  data
+    byte 0  magic, version, bytes of data, random id (16 bytes, drawn at creation), time of creation in ns
+    96      CRC32 of bytes 0 to 95; every process that opens the segment checks the CRC32
+    128     secret (64 random bits, new for each owner);  seal (1: the owner reads no more)
+    4096    data
 
 Guarantees
 * A segment under its name is always complete. `create` allocates, locks and initialises a file without a name. Then
-  `create` links the file to the name, which fails if the name exists. While the owner lives, only the owner unlinks it.
-* The owner holds the exclusive `flock`. The kernel drops the lock at any death of the owner. A stopped owner keeps the lock.
-* Pages are allocated at creation (`posix_fallocate`). A full /dev/shm is an error with figures, not a SIGBUS later.
-* Only `close` removes a name. The names of a process that ends without `close` stay, as after a kill.
+  `create` links the file to the name, which fails if the name exists. While the owner lives, only the owner unlinks the name.
+* The owner holds the exclusive `flock`. The kernel drops the lock at any death of the owner. A stopped (SIGSTOP) owner keeps it.
+* Pages are allocated at creation (`posix_fallocate`). So a full /dev/shm is an error with figures, and no SIGBUS comes later.
+* A process that ends without `close`, for example by a kill, leaves its names in /dev/shm.
 * Files in /dev/shm are opened directly. `multiprocessing.shared_memory` would register each attached segment with a
   resource tracker, and the tracker would unlink the segment when the attaching process ends.
 
-Danger: the lock belongs to the open file description, which a forked child shares. So a child closes its descriptors at
-the fork. The descriptor is never sent to another process either; the other process opens the name itself.
+Danger: the lock belongs to the open file description, which a forked child shares. So a child closes the segments' descriptors.
+For the same reason no descriptor is sent to another process: the other process opens the name itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .words import Words, fault
 DIRECTORY = "/dev/shm"
 PREFIX = "asyncrl."
 HEADER_BYTES = 4096
-# The number of forks that led to this process. An object that keeps the number notices a later fork without `os.getpid`.
+# In a forked child one more than in its parent. An object that stores this number notices that it is used in a forked child.
 forks = 0
 _MAGIC = int.from_bytes(b"asyncrl\0", "little")
 _VERSION = 2
@@ -76,7 +76,7 @@ def path_of(name: str) -> str:
 
 
 def parts_of(name: str, *kinds: str) -> list[str]:
-    """The sorted names of all segments NAME.KIND-HEX of `name`, with a kind of `kinds` ("ring", "damaged")."""
+    """The sorted names of all segments NAME.KIND-HEX whose NAME is `name` and whose KIND ("ring", "damaged") is in `kinds`."""
     folder, prefix = os.path.split(path_of(name))
     part = re.compile(rf"{re.escape(prefix)}\.({'|'.join(kinds)})-[0-9a-f]{{16}}")
     return sorted(file.removeprefix(PREFIX) for file in os.listdir(folder) if part.fullmatch(file))
@@ -93,13 +93,13 @@ def new_part(name: str, kind: str) -> str:
 
 
 class Segment:
-    """A mapping of one named segment, made by `create`, `adopt` or `attach`. Close it in the process that made it."""
+    """This process's mapping of a segment, made by `create`, `adopt` or `attach`. Close it in the process that made it."""
 
     def __init__(self, name: str, fd: int, *, owner: bool) -> None:
         """`fd` belongs to the segment from now on, and is closed if the constructor fails."""
         self.name, self.path, self.owner, self._fd = name, path_of(name), owner, fd
         try:
-            size, self.run = _read_header(fd, self.path)
+            size, self.random_id = _read_header(fd, self.path)
             self._map = _map_unlocked(fd, _file_bytes(size))
         except BaseException:
             os.close(fd)
@@ -116,8 +116,8 @@ class Segment:
     def create(cls, name: str, size: int, prepare: Callable[[memoryview], None] | None = None) -> Segment:
         """A new segment with room for `size` bytes of data, owned by this process.
 
-        `prepare` gets the data, all zeros, and initialises them before the name exists.
-        Errors: ArenaOwned or TransportError if the name exists; OutOfMemory if /dev/shm has no room.
+        `prepare(data)` initialises the data, which are zeros, before the name exists.
+        Errors: ArenaOwned if the name exists and has an owner, TransportError if it has none; OutOfMemory if /dev/shm has no room.
         """
         check_platform()
         path = path_of(name)
@@ -151,9 +151,9 @@ class Segment:
 
     @classmethod
     def adopt(cls, name: str) -> Segment:
-        """Become the owner of a segment without a live owner. The data stay. The name stays until `close` removes it.
+        """Become the owner of a segment without a live owner. The data stay as they are.
 
-        Errors: ArenaOwned if the owner lives, FileNotFoundError if no segment exists, SegmentDamaged for a bad header.
+        Errors: ArenaOwned if the owner lives; FileNotFoundError; SegmentDamaged for a bad header; else as `attach`.
         """
         check_platform()
         segment = cls(name, _lock(name, path_of(name)), owner=True)
@@ -163,7 +163,7 @@ class Segment:
 
     @classmethod
     def attach(cls, name: str) -> Segment:
-        """Map a segment of another owner. Errors: FileNotFoundError, TransportError for a bad header."""
+        """Map a segment without owning it. Errors: FileNotFoundError; TransportError for a bad header or a file of another user."""
         check_platform()
         return cls(name, _open(path_of(name)), owner=False)
 
@@ -171,16 +171,16 @@ class Segment:
 
     @property
     def secret(self) -> int:
-        """A random number of this owner. Only a process that can open the file knows it."""
+        """A random number of the present owner. Only processes that can open the file know it."""
         return self._owner_words[0]
 
     @property
     def sealed(self) -> bool:
-        """Whether the owner has stopped reading, or removed the segment. A later write is perhaps never read."""
+        """Whether the owner has stopped reading, or the segment was removed. If so, data that are written now may never be read."""
         return bool(self._owner_words.view[1])
 
     def seal(self, sealed: bool = True) -> None:
-        """An owner sets the seal before its last read. So a writer whose write came too late for this read sees the seal."""
+        """Set or remove the seal. Set it before the last look for data: a writer that sees no seal after a write loses nothing."""
         self._owner_words.store(1, int(sealed))
 
     def _begin_tenure(self) -> None:
@@ -188,8 +188,8 @@ class Segment:
         self._owner_words.store(0, secrets.randbits(64))
 
     def close(self, *, unlink: bool) -> None:
-        """Unmap the segment and release the lock. `unlink`: an owner removes the name first. Closing twice is fine.
-        The memory stays mapped until the last view of the mapping is gone."""
+        """Unmap the segment and release the lock. `unlink`: if this process is the owner, remove the name first. Closing twice is
+        fine. The memory stays mapped until the last view of the mapping is gone."""
         if self.closed:
             return
         self.closed = True
@@ -212,7 +212,7 @@ def _after_fork_in_child() -> None:
     global forks
     forks += 1
     for segment in list(_open_segments):
-        # The lock ends with the parent.
+        # Without this the child would keep the lock after the end of the parent.
         if segment._fd >= 0:
             os.close(segment._fd)
         segment._fd = -1
@@ -222,7 +222,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def allocate(fd: int, total: int) -> OSError | None:
-    """Allocate `total` bytes of a file in memory. Returns the error if there is no room."""
+    """Allocate the first `total` bytes of a file in memory. Returns the error if memory has no room for them, else None."""
     try:
         os.posix_fallocate(fd, 0, total)
     except OSError as error:
@@ -242,11 +242,11 @@ def _header(size: int) -> bytes:
 
 
 def _read_header(fd: int, path: str) -> tuple[int, bytes]:
-    """(bytes of data, run). Errors: SegmentDamaged; TransportError for another layout."""
+    """(bytes of data, random id). Errors: SegmentDamaged; TransportError for another layout version."""
     raw, file_size = os.pread(fd, _CRC_AT + 4, 0), os.fstat(fd).st_size
     if len(raw) < _CRC_AT + 4:
         raise _damaged(path, f"it has {file_size} bytes")
-    magic, version, size, run, _created = _STATIC.unpack_from(raw)
+    magic, version, size, random_id, _created = _STATIC.unpack_from(raw)
     if magic != _MAGIC:
         raise _damaged(path, f"it begins with {magic:#x}")
     if version != _VERSION:
@@ -258,7 +258,7 @@ def _read_header(fd: int, path: str) -> tuple[int, bytes]:
         raise _damaged(path, "the CRC32 of its header is wrong")
     if file_size != _file_bytes(size):
         raise _damaged(path, f"{size} bytes of data do not make a file of {file_size} bytes")
-    return size, run
+    return size, random_id
 
 
 def _damaged(path: str, problem: str) -> SegmentDamaged:
@@ -270,9 +270,9 @@ def _damaged(path: str, problem: str) -> SegmentDamaged:
 
 
 def owner_of(name: str) -> int | None:
-    """The pid of the segment's owner, read from /proc/locks, because a try to lock would disturb a new owner.
+    """The pid of the segment's owner. Read from /proc/locks, because trying the lock could make a new owner fail.
 
-    0: the kernel lists the lock without a pid. None: no lock is listed, or no segment exists. The list omits holders in outer pid
+    0: the kernel lists the lock without a pid. None: no lock is listed, or no segment exists. The list omits owners in outer pid
     namespaces.
     """
     try:
@@ -290,7 +290,7 @@ def owner_of(name: str) -> int | None:
 
 
 def first_gap(taken: Iterable[tuple[int, int]], size: int, capacity: int) -> int | None:
-    """The lowest multiple of 64 at which `size` of `capacity` bytes are free, or None. `taken`: pairs (start, size)."""
+    """The lowest offset, a multiple of 64, at which `size` of `capacity` bytes are free, or None. `taken`: pairs (start, size)."""
     start = 0
     for begin, length in sorted(taken):
         if begin - start >= size:
@@ -300,7 +300,7 @@ def first_gap(taken: Iterable[tuple[int, int]], size: int, capacity: int) -> int
 
 
 def _map_unlocked(fd: int, total: int) -> mmap.mmap:
-    """Map the file. Python's mmap duplicates its descriptor and so would keep the lock; therefore open the file again."""
+    """Map the file by a new descriptor. mmap keeps a duplicate of its descriptor, and a duplicate of `fd` would hold the lock."""
     unlocked_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(unlocked_fd, total)
@@ -309,7 +309,7 @@ def _map_unlocked(fd: int, total: int) -> mmap.mmap:
 
 
 def _link(fd: int, path: str) -> None:
-    """Give the file its name. `os.link` resolves the link in /proc only with directory descriptors."""
+    """Give the file without a name its name. `os.link` follows the link in /proc only if it gets directory descriptors."""
     source, name = f"/proc/self/fd/{fd}", os.path.basename(path)
     directory = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -337,8 +337,8 @@ def _lock(name: str, path: str) -> int:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise _name_in_use_error(name, locked=True) from None
-            # The old owner may have unlinked the file between our open and our lock: then try again.
+                raise _name_in_use_error(name, is_locked=True) from None
+            # The previous owner may have unlinked the file between our open and our lock: then try again.
             if _still_named(fd, path):
                 return fd
         except BaseException:
@@ -356,7 +356,7 @@ def _still_named(fd: int, path: str) -> bool:
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold the lock of the segment, so that no process can become its owner. Errors: ArenaOwned, FileNotFoundError."""
+    """Hold the lock of the segment, so that no other process becomes its owner. Errors: ArenaOwned, FileNotFoundError."""
     fd = _lock(name, path_of(name))
     try:
         yield
@@ -364,11 +364,11 @@ def locked(name: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _name_in_use_error(name: str, *, locked: bool = False) -> TransportError:
+def _name_in_use_error(name: str, *, is_locked: bool = False) -> TransportError:
     path, pid = path_of(name), owner_of(name)
     if not os.path.lexists(path):
         return ArenaOwned(f"{path} was owned a moment ago and has just been removed; try again")
-    if pid is None and not locked:
+    if pid is None and not is_locked:
         return TransportError(
             f"{path} exists and nobody owns it: adopt it, or remove it with `asyncrl shm clear {name}`"
         )

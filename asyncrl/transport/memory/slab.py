@@ -1,15 +1,15 @@
-"""A slab: one long-lived block of memory of its owner, which other processes map without a copy.
+"""A slab: one long-lived block of host or device memory. One process owns the block, and other processes map it without a copy.
 
     with Slab.create("weights", 1 << 30, device="cuda") as slab:      another process: with Slab.attach("weights") as peer:
         slab.tensor()[:8].fill_(1)                                                         peer.tensor()[:8].sum()
 
-A CUDA IPC handle names a whole allocation. For a tensor of torch's allocator, the receiver would also see all other
-tensors of the same allocator segment, and would open each tensor separately. A slab is one allocation, which is
-exported once and opened once. The description of the slab is in shared memory under the slab's name. With
-`device="cpu"` the memory of the slab is in shared memory too.
+A slab is one allocation, which is exported once and opened once: a CUDA IPC handle names a whole allocation. With a handle for
+a tensor of torch's allocator, the other process would see all tensors of the same allocation, and would open each tensor
+separately. The segment with the slab's name describes the slab. With `device="cpu"` this segment also holds the slab's memory.
 
-Device memory ends with its owner, and no process may read freed memory. So the owner must keep the memory until all other processes
-have unmapped it. A launch returns before its kernel ends, so the owner must wait for its writes before other processes read.
+The end of the owner's process frees device memory, and no process may read freed memory. So the owner must live and keep the memory
+until all other processes have unmapped it. A launch returns before its kernel ends, so the owner must wait for its writes (for
+example by `torch.cuda.synchronize`) before other processes read.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .slab_cuda import CudaMemory
 
 _MAGIC = b"slab2\0\0\0"
 _HEAD = struct.Struct("<8sQ8sI")  # magic, bytes of memory, kind, bytes of description
-# Bytes for head and description. In a slab on the CPU, the memory of the slab follows.
+# Bytes for head and description. The memory of a CPU slab follows.
 _HEAD_BYTES = 4096
 _HOST, _CUDA = b"cpu", b"cuda"
 
 
 class Slab:
-    """See the module. Made by `create` (the owner) or `attach`. Close it in the process that made it."""
+    """See the module. Made by `create` in the owner, and by `attach` in other processes. Close it in the process that made it."""
 
     def __init__(self, segment: Segment, size: int, memory: CudaMemory | None) -> None:
-        """`memory`: memory of a device; None: the memory is the rest of the segment."""
+        """`memory`: the device memory; None: the slab's memory is in the segment, after the first `_HEAD_BYTES`."""
         self.segment, self.size = segment, size
         self._memory = memory
 
@@ -79,7 +79,7 @@ class Slab:
         return bytes_tensor(self.segment.data[_HEAD_BYTES : _HEAD_BYTES + self.size])
 
     def close(self) -> None:
-        """Close the slab. Its memory is unmapped with its last tensor in this process. Closing twice is fine."""
+        """Close the slab; the owner also removes its name. Its memory stays mapped until its last tensor here is gone."""
         self._memory = None
         self.segment.close(unlink=True)
 
@@ -91,13 +91,13 @@ class Slab:
 
 
 def bytes_tensor(data: memoryview) -> torch.Tensor:
-    """Mapped memory as flat bytes, mapped as long as the tensor lives. The tensor does not know whether the memory is read-only."""
+    """Mapped memory as a flat uint8 tensor, which keeps the mapping alive. A write into read-only memory is a SIGSEGV."""
     return torch.from_numpy(np.asarray(_ArrayBase(data)))
 
 
 class _ArrayBase:
-    """The `base` of an array, which keeps the memory mapped. The array claims to be writable even if the memory is read-only: torch
-    has no read-only tensors, and warns about read-only arrays."""
+    """The `base` of a numpy array; it keeps the memory mapped. The array claims to be writable even if the memory is read-only,
+    because torch has no read-only tensors and warns about read-only arrays."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

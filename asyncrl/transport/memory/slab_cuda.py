@@ -1,11 +1,11 @@
 """CUDA memory of a slab: one allocation of cuMemAlloc, and its IPC handle.
 
 The allocation comes from the driver and not from torch's allocator, for two reasons. An IPC handle names a whole
-allocation, and torch's allocator would put other tensors into the allocation. With `expandable_segments` the memory of
-torch has no IPC handle at all. A slab works with any PYTORCH_CUDA_ALLOC_CONF. torch's memory statistics omit slabs.
+allocation, and torch's allocator would put other tensors into the allocation. With `expandable_segments` torch's memory
+has no IPC handle at all. torch's memory statistics omit slabs.
 
-Source of the rules: the CUDA driver API, "Memory Management", cuIpcGetMemHandle and cuIpcOpenMemHandle. A process may open a handle
-in one context per device. If the exporter frees memory that an importer has open, the result is undefined.
+Rules of the CUDA driver API ("Memory Management", cuIpcGetMemHandle and cuIpcOpenMemHandle): a process may open a handle in one
+context per device. If the exporter frees memory that an importer has open, the result is undefined.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ...errors import OutOfMemory, PlatformError
 
 _DESCRIPTION = struct.Struct("<64s64sQ")  # UUID of the device as text, IPC handle, pid of the owner
 _OUT_OF_MEMORY = 2
-# The driver exports whole blocks of 2 MiB. A smaller allocation would also export its neighbours.
+# The driver exports whole blocks of 2 MiB: the export of a smaller allocation would also export its neighbours.
 _SHARED_BLOCK = 1 << 21
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
-# All slab memory of this process, by (pid, description). A process cannot open its own IPC handle, and maps each handle once. The
-# pid is part of the key, because a fork copies the dictionary.
+# All slab memory of this process, by (pid, description): a process cannot open its own IPC handle, and maps each handle only once.
+# The pid keeps a forked child, which inherits this dictionary, from using the parent's mappings.
 _memories: weakref.WeakValueDictionary[tuple[int, bytes], CudaMemory] = weakref.WeakValueDictionary()
 
 
@@ -50,8 +50,8 @@ class DriverError(Exception):
 class Driver:
     """The calls of libcuda that a slab needs. Each call runs in the device's primary context, which torch uses too.
 
-    The driver destroys the context and its memory with the last reference to the context. torch takes its own reference
-    only with its first work on the device. So each allocation and each mapping of a slab holds a reference of its own.
+    When the last reference to the context is dropped, the driver destroys the context and its memory. torch takes a reference
+    only with its first work on the device. So each allocation and each mapping of a slab holds a reference, too.
     """
 
     def __init__(self, library: Any) -> None:
@@ -104,7 +104,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _context(self, ordinal: int, *, ends_memory: bool = False) -> Iterator[Callable[[], None]]:
-        """Make the primary context current. The yielded function takes a reference to the context, for new memory. `ends_memory`:
+        """Make the primary context current. The body calls the yielded function to take a reference for new memory. `ends_memory`:
         the body frees or unmaps memory, so drop the reference of that memory afterwards."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", ctypes.c_uint(0))
@@ -134,7 +134,7 @@ class Driver:
 
 
 class CudaMemory:
-    """See the module. Made by `allocate` (the owner) or `open`. Unmapped when no tensor and no slab refers to this object."""
+    """See the module. The owner calls `allocate`, others `open`. Freed (`open`: unmapped) when no tensor and no slab is left."""
 
     def __init__(
         self, size: int, device: torch.device, address: int, unmap: Callable[[], None], description: bytes
@@ -157,7 +157,7 @@ class CudaMemory:
 
     @classmethod
     def open(cls, size: int, description: bytes) -> CudaMemory:
-        """The memory of a description. Errors: PlatformError if the device is invisible here, or the driver refuses."""
+        """The memory of the owner's `description`. Errors: PlatformError if its device is invisible here, or the driver refuses."""
         existing = _memories.get((os.getpid(), description))
         if existing is not None:
             return existing
@@ -176,12 +176,12 @@ class CudaMemory:
         return cls(size, torch.device("cuda", index), address, partial(driver.close, index, address), description)
 
     def tensor(self) -> torch.Tensor:
-        """All bytes, as a flat tensor that keeps the memory mapped."""
+        """All bytes as a flat uint8 tensor, which keeps the memory mapped."""
         return torch.as_tensor(_CudaArrayBase(self), device=self.device)
 
 
 class _CudaArrayBase:
-    """Device memory for `torch.as_tensor`. The tensor keeps this object as long as its storage lives."""
+    """Device memory for `torch.as_tensor`. The storage of the tensor keeps this object, and so the memory, alive."""
 
     def __init__(self, memory: CudaMemory) -> None:
         self._memory = memory

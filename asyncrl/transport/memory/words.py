@@ -1,28 +1,28 @@
-"""Aligned 64-bit words in shared memory. A process publishes data to other processes by a store of such a word.
+"""Aligned 64-bit words in shared memory. A process writes data, and then publishes the data by the store of a word.
 
 A store through a memoryview of format "Q" is one aligned 8-byte move. So a reader sees the old or the new value, never
 a mixture. x86-64 makes stores visible in program order, and the C library ends its streaming copies with a fence. So a
-reader that sees the word also sees every earlier write. `segment.py` refuses architectures without this order.
+reader that sees the new value also sees every earlier write. `segment.py` refuses architectures without this order.
 
-Every store has a label. Tests set `FAULT` to kill the process before or after a store.
+Each `Words` has a label. Tests set `FAULT` to kill the process before or after a store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# Set by tests only, in each process: called with "label:before" and "label:after" around each store.
+# Set by tests only, in each process: called with "label:before" and "label:after" around each store, and by `fault`.
 FAULT: Callable[[str], None] | None = None
 
 
 def fault(label: str) -> None:
-    """Call `FAULT` at a point between stores where tests kill the process (bulk copies, system calls)."""
+    """A point at which tests kill the process, where no word is stored (bulk copies, system calls)."""
     if FAULT is not None:
         FAULT(label)
 
 
 class Words:
-    """`count` words of a mapping, from byte `offset` (a multiple of 8) on. `view` gives fast access to many words."""
+    """`count` words of a mapping, from byte `offset` (a multiple of 8) on. `view`: for fast reads."""
 
     __slots__ = ("_label", "view")
 

@@ -1,15 +1,15 @@
 """The queue between tasks of one process: anyio's memory stream, with a name, a gauge and the recording of waits.
 
     sender, receiver = open_queue("scored", capacity=16)
-    producers:  async with sender: await sender.put(item)         consumers:  async for item in receiver: ...
+    a single producer:  async with sender: await sender.put(item)         a consumer:  async for item in receiver: ...
 
 Contract
-* Closing an end ends the queue. After the send end is closed, the receivers get the remaining items. Then `get` raises
-  `anyio.EndOfStream`, and `async for` ends. After the receive end is closed, `put` raises `anyio.BrokenResourceError`.
-  A closed end raises `anyio.ClosedResourceError`.
-* Use cancel scopes of anyio, which do not interrupt a `get` that has just received an item. `asyncio.Task.cancel` does
-  interrupt it, and the item is lost, so never cancel a single task of a run by this method.
-  The item of a cancelled `put` may have been taken at the same moment, so never put the item again.
+* Closing either end ends the queue. After `sender.close()` the receiver gets the remaining items; then `get` raises
+  `anyio.EndOfStream`, and `async for` ends. After `receiver.close()` `put` raises `anyio.BrokenResourceError`.
+  A call of the end that was closed raises `anyio.ClosedResourceError`.
+* Cancel tasks by anyio's cancel scopes: these do not interrupt a `get` that has just received an item. `asyncio.Task.cancel`
+  interrupts such a `get`, and the item is lost.
+* Never repeat a cancelled `put`: a receiver may have taken the item at the same moment.
 * A queue moves references, never bytes. The items of one producer keep their order.
 """
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class _QueueEnd(Generic[T]):
-    """Base of both ends: the name, the gauge of the depth, and the recording of waits. `async with` closes the end."""
+    """Base of both ends: the name, the gauge of the queue's depth, and the recording of waits. `async with` closes the end."""
 
     def __init__(
         self, name: str, stream: MemoryObjectSendStream[T] | MemoryObjectReceiveStream[T], recorder: Recorder | None
@@ -48,7 +48,7 @@ class _QueueEnd(Generic[T]):
         return record_wait(self._recorder, need, f"{source} of queue {self._name}", cause)
 
     def close(self) -> None:
-        """Close this end, which all tasks on this side share. Closing twice is fine."""
+        """Close this end for all tasks that share it. Closing twice is fine."""
         self._stream.close()
 
     async def __aenter__(self) -> Self:
@@ -59,12 +59,12 @@ class _QueueEnd(Generic[T]):
 
 
 class QueueSender(_QueueEnd[T]):
-    """The send end. All producers share the end; close it after the last producer has ended."""
+    """The send end. All producers share this object; close it after the last producer has ended."""
 
     _stream: MemoryObjectSendStream[T]
 
     def put_nowait(self, item: T) -> None:
-        """Put the item, or raise anyio.WouldBlock if the queue is full. Other errors: see the module."""
+        """Put the item. Errors: anyio.WouldBlock if the queue is full; see the module for others."""
         self._stream.send_nowait(item)
         self._record_depth()
 
@@ -79,7 +79,7 @@ class QueueSender(_QueueEnd[T]):
 
 
 class QueueReceiver(_QueueEnd[T]):
-    """The receive end. Tasks that iterate over it share the items; each item goes to one task."""
+    """The receive end. Several tasks may iterate over it: each item goes to one of them."""
 
     _stream: MemoryObjectReceiveStream[T]
 
@@ -88,7 +88,7 @@ class QueueReceiver(_QueueEnd[T]):
         try:
             item = self._stream.receive_nowait()
         except anyio.WouldBlock:
-            # No cause of idle time: a receiver without work would hide the causes of other tasks.
+            # None: this wait counts as no cause of idle time. A receiver without work would hide the causes of other tasks.
             with self._record_wait("an item", "a sender", None):
                 item = await self._stream.receive()
         self._record_depth()

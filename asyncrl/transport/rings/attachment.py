@@ -1,14 +1,14 @@
-"""How a producer attaches: one AF_UNIX socket per owner. Through it the owner sends a ring's name and two eventfds, but no records.
+"""How a producer attaches to the owner: over an AF_UNIX socket, which carries the ring's name and two eventfds, but no records.
 
     producer                                   owner
     {protocol, producer}                  ->
                                           <-   {ring, fresh} + eventfds [data, space], or {error}
-    ... the connection stays open: when it ends, the other side is gone ...
+    ... the connection stays open; its end shows that the other side has closed or died ...
 
-The address is abstract (nothing to clean up). It consists of a random id (`run`) and the owner's secret. Both are in the header
-of the owner's segment, a file that only this user can read. So another user cannot bind the address before the owner binds it.
-Every user can see a bound address in /proc/net/unix, so after the owner's death another user could bind the same address.
-Therefore each side asks the kernel for the user of the other side, and closes the connection to another user.
+The address is abstract (no file to clean up). It consists of a random id and the owner's secret. Both are in the header
+of the owner's segment, a file that only this user can read. So another user cannot bind the address before the owner does. But
+every user sees bound addresses in /proc/net/unix, and could bind this address after the owner's death. So each side asks the kernel
+for the user of the other side, and closes a connection to another user.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_MESSAGE_BYTES = 4096
 
 def address(segment: Segment) -> str:
     """The abstract address of the segment's present owner."""
-    return f"\0asyncrl/{segment.run.hex()}/{segment.secret}"
+    return f"\0asyncrl/{segment.random_id.hex()}/{segment.secret}"
 
 
 def listen(segment: Segment) -> socket.socket:
@@ -48,7 +48,7 @@ def listen(segment: Segment) -> socket.socket:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the other side, from the kernel; pid 0 if the process is in a pid namespace that this process cannot see."""
+    """(pid, uid) of the other side, from the kernel. Pid 0: its process is in a pid namespace that this process cannot see."""
     pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
@@ -89,7 +89,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def producer_id(hello: dict[str, Any]) -> bytes:
-    """The producer's id in its first message. Errors: TransportError, whose text the caller sends to the producer."""
+    """The producer's id in its first message (hello). Errors: TransportError, whose text the caller sends to the producer."""
     if hello.get("protocol") != PROTOCOL:
         raise TransportError(
             f"protocol {hello.get('protocol')!r}; this owner speaks {PROTOCOL}: use the same asyncrl on both sides"
@@ -114,7 +114,7 @@ class Attachment:
 
     connection: socket.socket
     ring: str  # the name of the ring's segment
-    fresh: bool  # whether the ring was made for this attachment
+    fresh: bool  # whether the ring is new: made for this attachment
     data: int  # eventfd that the producer writes after a put
     space: int  # eventfd that the owner writes after a release
 
@@ -127,7 +127,7 @@ class Attachment:
 def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | None:
     """Ask the segment's owner for this producer's ring. Returns None if no owner listens, or the owner ends before its answer.
 
-    Errors: RingDetached with the owner's refusal, or without an answer at `deadline` (monotonic s); TransportError; OSError.
+    `deadline`: of `time.monotonic`. Errors: RingDetached if the owner refuses or is late; TransportError; OSError.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""The owner's side of one producer (`Link`), and the socket through which producers attach (`ProducerListener`)."""
+"""For the owner of record rings: one producer (`Link`), and the socket at which producers attach (`ProducerListener`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from . import attachment
 from .ring import CLOSED, RingMemory, RingReader, format_ring, ring_bytes
 from .types import RingStatistics
 
-PAUSE_S = 0.1  # seconds, after an `accept` that found no free descriptor
+PAUSE_S = 0.1  # after an `accept` that found no free descriptor
 
 
 class Link:
-    """The owner's side of one producer: ring, process and connection. A detached producer's `connection` is None."""
+    """What the owner has of one producer: ring, process and connection. `connection` is None while the producer is detached."""
 
     def __init__(self, segment: Segment) -> None:
         """`segment` belongs to the link from now on. Errors: TransportError for a damaged ring, whose segment is closed."""
@@ -39,38 +39,38 @@ class Link:
         self.producer = self.memory.producer
         self.connection: socket.socket | None = None
         self.space_event: int | None = None
-        self.dead = False
-        self.end_announced = False  # the owner has queued the end of this producer
+        self.dead = False  # the producer's process has ended
+        self.end_announced = False  # the producer's end is queued for the consumer
         self._pidfd: int | None = None
 
     @classmethod
     def create(cls, name: str, producer: bytes, pid: int, slots: int, payload: int) -> Link:
-        """A new ring in a new segment. Errors: OutOfMemory if /dev/shm has no room."""
+        """A new ring in a new segment. `pid` 0: unknown, see `attachment.peer`. Errors: OutOfMemory if /dev/shm has no room."""
         started = (start_time(pid) or 0) if pid else 0
         prepare = partial(format_ring, slots=slots, producer=producer, pid=pid, started=started)
         return cls(Segment.create(name, ring_bytes(slots, payload), prepare=prepare))
 
     def publish_version(self, version: int) -> None:
-        """Write the policy version for the producer to read. The word is version + 1, because 0 stands for no version."""
+        """Write the policy version into the ring for the producer. The word holds version + 1; 0: no version."""
         self.memory.owner.store(1, version + 1)
 
     @property
-    def closed_in_order(self) -> bool:
-        """Whether the producer closed its ring itself."""
+    def closed_by_producer(self) -> bool:
+        """Whether the producer has closed the ring. Its death alone does not close the ring."""
         return self.memory.state[0] == CLOSED
 
     def ended(self) -> bool:
         """Whether no more records will come: the producer has closed and disconnected, or has died."""
-        return self.dead or (self.connection is None and self.closed_in_order)
+        return self.dead or (self.connection is None and self.closed_by_producer)
 
     def open_space_event(self) -> int:
-        """The eventfd that tells the producer about releases; created at the first call."""
+        """The eventfd that the owner writes after a release, to wake the producer. The first call creates it."""
         if self.space_event is None:
             self.space_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         return self.space_event
 
     def watch_process(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[Link], None]) -> bool:
-        """Call `on_death` when the producer's process ends. Returns False if the process has already ended."""
+        """Make the loop call `on_death` when the producer's process ends; not for an unknown pid. Returns False if it has ended."""
         pid = self.memory.pid
         if not pid:
             return True
@@ -79,13 +79,13 @@ class Link:
         except ProcessLookupError:
             return False
         loop.add_reader(self._pidfd, on_death, self)
-        # Another start time means a reused pid. An OSError (no free descriptor) proves no death, so it is not caught.
+        # Another start time: the pid was reused. An OSError (no free descriptor) proves no death, so do not catch it.
         return start_time(pid) == self.memory.started
 
     def connect(
         self, loop: asyncio.AbstractEventLoop, connection: socket.socket, on_connection: Callable[[Link], None]
     ) -> None:
-        """Set the producer's connection, and close an earlier one. `on_connection`: called when `connection` is readable."""
+        """Set the producer's connection, and close the earlier one. `on_connection`: called when `connection` is readable."""
         self.disconnect(loop)
         self.connection = connection
         loop.add_reader(connection.fileno(), on_connection, self)
@@ -109,7 +109,7 @@ class Link:
             self.space_event = None
 
     def close(self, loop: asyncio.AbstractEventLoop, *, unlink: bool) -> None:
-        """Close descriptors and memory. `unlink`: remove the ring; otherwise the next owner adopts it."""
+        """Close descriptors and memory. `unlink`: remove the ring; otherwise the next owner can adopt the ring."""
         self.close_descriptors(loop)
         with contextlib.suppress(BufferError):  # a record is still in use
             self.memory.release_views()
@@ -117,10 +117,10 @@ class Link:
 
 
 class ProducerListener:
-    """The owner's listening socket, and the connections of producers that have sent no hello yet.
+    """The owner's listening socket, and the pending connections: those of producers that have sent no hello yet.
 
-    Without a free descriptor `accept` fails, and the socket stays readable. Then the loop does not watch the socket for
-    `PAUSE_S`; otherwise the loop would do nothing else.
+    Without a free descriptor `accept` fails, and the socket stays readable. Then the loop stops watching the socket for
+    `PAUSE_S`; otherwise it would spin.
     """
 
     def __init__(
@@ -182,9 +182,9 @@ class ProducerListener:
 
 
 def start_time(pid: int) -> int | None:
-    """The start of process `pid` in clock ticks since boot, or None. Pid and start together identify a process.
+    """The start of process `pid` in clock ticks since boot; None if /proc shows no such process. Pid and start identify a process.
 
-    Errors: OSError if /proc cannot be read, for example without a free descriptor. Such an error proves no death.
+    Errors: OSError if /proc cannot be read, for example without a free descriptor. This does not mean that the process has ended.
     """
     try:
         raw = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")

@@ -2,13 +2,13 @@
 
 When `put()` returns, the record is accepted: it is in shared memory and survives the death of either process.
 
-* Full ring: `put` sleeps in the kernel until a release. At the deadline `put` raises `RingFull`.
-* Death of the owner: records are accepted while there is room. The producer attaches to the next owner by itself, and
-  the next owner finds all records.
-* Close by the owner: a waiting `put`, or else the next one, raises `RingDetached` at once. Later puts wait for an owner.
+* Full ring: `put` waits without polling until the owner releases a record. At the deadline `put` raises `RingFull`.
+* Death of the owner: records are accepted while the ring has room, and the next owner finds them. A `put` without an owner
+  first tries to attach to a new one.
+* Close by the owner: without a new owner the waiting or the next `put` raises `RingDetached`. Later puts wait for a new owner.
 
-A `put` that raised may have stored its record, if the owner ended meanwhile. Put the same record again: owners remove duplicates
-by (epoch, group, member). `asyncrl.client` uses this module, so it needs numpy and the standard library alone.
+If the owner ends during a `put` and the `put` raises, the record may be stored. Put the same record again: owners remove
+duplicates by (epoch, group, member). `asyncrl.client` uses this module, so this module imports only numpy and the standard library.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from ..memory.words import fault
 from .attachment import Attachment, attach
 from .ring import RingMemory, RingWriter
 
-# The longest wait in seconds. Longer waits are split, so that a suspension is noticed. Each part wakes the process once.
+# Waits are split into parts of at most this many seconds, because `_stopped_s` notices only suspensions that outlast the part.
 _SLICE_S = 10.0
 
 T = TypeVar("T")
 
 
 class ThreadWaits:
-    """The waits of a `Producer`: they block the thread, so their coroutines never suspend. A coroutine that awaits nothing but
-    waits is written once for both producers. `_run_blocking` runs it in a thread."""
+    """How a `Producer` waits: by blocking the thread. `_attach` and `_complete_put` serve both kinds of producers. With these waits
+    their coroutines never suspend, so `_run_blocking` runs them without an event loop."""
 
     @staticmethod
     async def readable(fds: Sequence[int], seconds: float) -> None:
-        """Wait until one of the descriptors is readable, at most `seconds`."""
+        """Wait until one of the descriptors is readable, at most `seconds`. Without descriptors: sleep."""
         poll = select.poll()
         for fd in fds:
             poll.register(fd, select.POLLIN)
@@ -59,7 +59,7 @@ class ThreadWaits:
 
 
 class LoopWaits:
-    """The waits of an `AsyncProducer`, on the running event loop."""
+    """How an `AsyncProducer` waits: on the running event loop."""
 
     @staticmethod
     async def readable(fds: Sequence[int], seconds: float) -> None:
@@ -94,11 +94,11 @@ Waits: TypeAlias = type[ThreadWaits] | type[LoopWaits]
 
 
 class Need(Enum):
-    """The condition that a put waits for."""
+    """What a put waits for."""
 
     NOTHING = "nothing"  # the record is accepted
-    SPACE = "space"
-    OWNER = "owner"
+    SPACE = "space"  # a release
+    OWNER = "owner"  # an attachment to an owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class ProducerStatistics:
     """Counts of this producer, and the use of its ring."""
 
     puts: int
-    waits: int  # puts that found the ring full
+    waits: int  # puts that waited for a release
     attached: bool
     attachments: int
     records_held: int  # accepted and not released
@@ -114,25 +114,25 @@ class ProducerStatistics:
 
 
 class ProducerCore:
-    """Base of both producers: everything but the waits. A subclass holds its lock during calls."""
+    """Base of both producers: everything but the waits and the lock. The subclass holds its lock during a put and a close."""
 
     def __init__(self, name: str) -> None:
-        """Not attached yet. Errors: ConfigError for an invalid name."""
+        """A producer that is not attached yet. Errors: ConfigError for an invalid name."""
         path_of(name)
         self.name = name
         self.identity = secrets.token_bytes(16)
         self.closed = False
-        self.unnotified = False  # an accepted record may be unknown to the owner
+        self.unnotified = False  # whether an accepted record may be unknown to the owner
         self.puts = self.waits = self.attachments = 0
         self._segment: Segment | None = None
         self._writer: RingWriter | None = None
         self._attachment: Attachment | None = None
-        self._end_raised = False  # whether a put has raised for the owner's end
+        self._end_raised = False  # whether a put has already raised for this owner's end
         self._poll = select.poll()
         self._forks = segments.forks
 
     def check(self) -> None:
-        """Errors: LifecycleError for a producer that was closed, or was made before a fork."""
+        """Errors: LifecycleError for a producer that was closed or, in a forked child, was made by the parent."""
         if self.closed:
             raise LifecycleError(f"the producer of ring {self.name!r} is closed; attach a new one")
         if self._forks != segments.forks:
@@ -141,7 +141,7 @@ class ProducerCore:
             )
 
     def try_attach(self, deadline: float) -> Attachment | None:
-        """Try to attach once. Returns None if the ring has no owner. Errors: RingDetached if the owner refuses."""
+        """Try to attach once. Returns None if the ring has no owner. Errors: RingDetached if the owner refuses or is late."""
         self.check()
         self._detach()
         try:
@@ -157,18 +157,18 @@ class ProducerCore:
             except BaseException:
                 attachment.close()
                 raise
-        except FileNotFoundError:  # of the name, or of the ring if its owner has just ended
+        except FileNotFoundError:  # no such name, or the owner has just removed it
             return None
         self._attachment = attachment
         self._end_raised = False
-        self.unnotified = False  # an owner polls the ring when it accepts the producer
+        self.unnotified = False  # an owner polls the ring of each producer that attaches
         self.attachments += 1
         self._poll = select.poll()
         self._poll.register(attachment.connection, select.POLLIN)
         return attachment
 
     def try_put(self, plan: Plan, *, ownerless: bool) -> Need:
-        """Try to put once, and return the remaining need. `ownerless`: no owner listens, so put without notifying."""
+        """Try once to put, and return what the put must wait for. `ownerless`: no owner listens, so put without notifying."""
         self.check()
         writer, segment, attachment = self._writer, self._segment, self._attachment
         if writer is None or segment is None or segment.sealed:
@@ -181,10 +181,10 @@ class ProducerCore:
         self.unnotified = True
         if attachment is not None:
             os.eventfd_write(attachment.data, 1)
-            # If the owner is still connected after the write, it was notified. Else a new owner may not know of the record.
-            self.unnotified = self._owner_disconnected()
+            # If the owner is connected after the write, the write has notified it. Else a new owner may not know of the record.
+            self.unnotified = self._detach_if_disconnected()
         if segment.sealed:
-            # The owner may have polled the ring for the last time before the store: put the record again, for the next owner.
+            # The owner may have polled for the last time before this record was stored: put the record again, for the next owner.
             return Need.OWNER
         self.puts += 1
         return Need.NOTHING
@@ -195,13 +195,13 @@ class ProducerCore:
         return [] if attachment is None else [attachment.space, attachment.connection.fileno()]
 
     def clear_space_event(self) -> None:
-        """Call this before a new try to put: a release after this call makes the eventfd readable again."""
-        if self._attachment is not None and not self._owner_disconnected():
+        """Call this before the next `try_put`. Then a release that comes after the try wakes the next wait."""
+        if self._attachment is not None and not self._detach_if_disconnected():
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._attachment.space)
 
     def raise_at_owner_end(self) -> None:
-        """Raise RingDetached if the owner has closed the ring, but only once after each close: later puts wait for an owner."""
+        """Errors: RingDetached if the owner has closed the ring. Raises once for each close, so later puts wait for a new owner."""
         if self._segment is not None and self._segment.sealed and not self._end_raised:
             self._end_raised = True
             raise RingDetached(
@@ -232,12 +232,12 @@ class ProducerCore:
         return -1 if self._writer is None else self._writer.memory.owner[1] - 1
 
     def statistics(self) -> ProducerStatistics:
-        """The current counts of this producer."""
+        """Counts and the use of the ring, as of now."""
         used = (0, 0) if self._writer is None else self._writer.used()
         return ProducerStatistics(self.puts, self.waits, self._attachment is not None, self.attachments, *used)
 
     def close_now(self) -> None:
-        """Close the ring, without the lock. Accepted records stay. Closing twice is fine."""
+        """Close the ring without taking the lock. Accepted records stay. Closing twice is fine."""
         if self.closed or self._forks != segments.forks:
             self.closed = True
             return
@@ -248,8 +248,8 @@ class ProducerCore:
         self._detach()
         self._close_ring()
 
-    def _owner_disconnected(self) -> bool:
-        """Detach if the owner has closed the connection. The owner sends nothing, so a readable connection has ended."""
+    def _detach_if_disconnected(self) -> bool:
+        """Detach and return True if the owner has ended the connection. It sends nothing, so a readable connection has ended."""
         if self._attachment is None or not self._poll.poll(0):
             return False
         self._detach()
@@ -303,9 +303,9 @@ class Producer(ProducerCore):
         return producer
 
     def put(self, plan: Plan, *, timeout: float = 60.0) -> None:
-        """Put a record; returns when it is accepted. Errors: RingFull, RingDetached, RecordTooLarge, LifecycleError."""
+        """Put a record, and return when it is accepted. Errors: RingFull, RingDetached, RecordTooLarge, LifecycleError."""
         deadline = time.monotonic() + timeout
-        # The first try avoids the slower `acquire` with a timeout.
+        # `acquire(False)` first, because `acquire` with a timeout is slower.
         if not (self._lock.acquire(False) or self._lock.acquire(timeout=timeout)):
             raise self.timeout_error(plan, timeout)
         try:
@@ -316,7 +316,7 @@ class Producer(ProducerCore):
             self._lock.release()
 
     def close(self) -> None:
-        """Close after the current put of another thread. Accepted records stay. Closing twice is fine."""
+        """Wait for the put of another thread, if one is running, and close. Accepted records stay. Closing twice is fine."""
         with self._lock:
             self.close_now()
 
@@ -346,7 +346,7 @@ class AsyncProducer(ProducerCore):
         return producer
 
     async def put(self, plan: Plan, *, timeout: float = 60.0) -> None:
-        """As `Producer.put`. A cancelled put has stored nothing, unless the ring had lost its owner."""
+        """As `Producer.put`. A cancelled put has stored nothing, unless the owner had ended."""
         deadline = time.monotonic() + timeout
         try:
             async with asyncio.timeout(timeout):
@@ -361,7 +361,7 @@ class AsyncProducer(ProducerCore):
             self._lock.release()
 
     async def close(self) -> None:
-        """As `Producer.close`, after the current put of another task."""
+        """As `Producer.close`, but waits for the put of another task."""
         async with self._lock:
             self.close_now()
 
@@ -373,7 +373,7 @@ class AsyncProducer(ProducerCore):
 
 
 async def _attach(core: ProducerCore, waits: Waits, deadline: float) -> None:
-    """Attach, or raise RingDetached at the deadline or if the owner refuses."""
+    """Attach. Errors: RingDetached at the deadline, or if the owner refuses."""
     pauses = _pauses()
     while await waits.call(partial(core.try_attach, deadline)) is None:
         if time.monotonic() >= deadline:
@@ -414,7 +414,7 @@ async def _complete_put(
             need = core.try_put(plan, ownerless=ownerless)
         if not core.unnotified:
             return
-        # A new owner may have polled the ring before the put: attach to it, because an owner polls the ring of each producer that
+        # A new owner may have polled the ring before the put. Attach to it, because an owner polls the ring of each producer that
         # attaches. An owner listens before it polls its rings. So if nobody listens now, the next owner will find the record.
         try:
             attachment = await waits.call(partial(core.try_attach, deadline))
@@ -422,7 +422,7 @@ async def _complete_put(
             return
         if attachment is None or not attachment.fresh:
             return
-        # The ring with the record was damaged and has no reader any more: put the record into the new ring.
+        # A new ring: the ring with the record was damaged, and nobody reads it any more. Put the record into the new ring.
         need = core.try_put(plan, ownerless=False)
 
 
@@ -435,13 +435,12 @@ def _pauses() -> Iterator[float]:
 
 
 def _stopped_s(began: float, limit_s: float) -> float:
-    """Seconds since `began` (`time.monotonic`) if this process was suspended meanwhile: a wait of at most `limit_s` took more than
-    a second longer. Else 0."""
+    """Seconds since `began` if a wait of at most `limit_s` took over 1 s longer, so that a suspension is likely; else 0."""
     elapsed = time.monotonic() - began
     return elapsed if elapsed > limit_s + 1.0 else 0.0
 
 
 def _run_blocking(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that awaits only `ThreadWaits` to its end."""
+    """Run to its end a coroutine that awaits only `ThreadWaits`, and so never suspends."""
     with contextlib.suppress(StopIteration):
         coroutine.send(None)

@@ -6,18 +6,18 @@
             delivery.release()
 
 Guarantees
-* A record whose `put` returned is delivered to this owner or, if this owner dies first, to the next owner. Only
-  `release` removes a record. A new owner first gets all unreleased records, oldest first, and then new records.
-* An owner delivers a member (epoch, group, member) once and counts duplicates, until 131,072 later members were released.
-* Torn or damaged records are counted and skipped. An unfinished record of a dead producer is counted. The ring of a
-  dead producer is freed when its records are released. A stopped producer is not dead and keeps its ring.
-* No polling: the loop's selector waits for eventfds (records), pidfds and connections (deaths).
+* A record whose `put` returned is delivered to this owner or, if this owner ends first, to the next owner. `release`
+  removes the record. A new owner first delivers all unreleased records, of each ring the oldest first, and then new records.
+* An owner delivers a member (epoch, group, member) once and counts duplicates. It forgets a member about 131,072 releases later.
+* Damaged records are counted and skipped. An unfinished record of a dead producer is counted. The ring of a dead producer
+  is removed when its records are released. A stopped producer (SIGSTOP) is not dead and keeps its ring.
+* No busy polling: the loop's selector waits for eventfds (records), pidfds and connections (deaths).
 * Each producer has its own segment `NAME.ring-...`, which only the producer and the owner map. So a producer that
   damages its ring damages no other ring. A damaged ring is renamed to `NAME.damaged-...` and kept for inspection until
-  `asyncrl shm clear NAME --drop-records`. Its producer gets a new ring. If `async with` fails, no record was removed.
-* `end_intake` detaches all producers. `close` does so too, and keeps rings with records for the next owner.
+  `asyncrl shm clear NAME --drop-records`. Its producer gets a new ring. If opening the `RecordRing` fails, no record is removed.
+* `end_intake` and `close` detach all producers. `close` keeps rings with records for the next owner.
 
-The segment NAME has no data. The owner holds its lock. Producers find the owner's socket by the secret in its header.
+The segment NAME has no data. Its lock marks the owner, and producers find the owner's socket by the secret in its header.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
 
 _REMEMBERED = 1 << 17  # released members kept to detect duplicates
-# In place of a slot in `_ready`: the producer has ended, and all its records were taken.
+# Takes the place of a slot in `_ready`: the producer has ended. It is queued after the producer's records.
 _PRODUCER_END = -1
 
 
@@ -58,9 +58,9 @@ class RecordRing:
     def __init__(self, name: str, settings: RingSettings | None = None) -> None:
         self.name = name
         self.settings = settings or RingSettings()
-        # Called with the producer's id after its end, when all its records were taken.
+        # Called with the id of a producer that has ended, when all its records were taken.
         self.on_producer_end: Callable[[bytes], None] | None = None
-        # Messages about damaged rings, and the function that is called with each new one.
+        # Messages about damaged rings, and a callback for each new message.
         self.damage: list[str] = []
         self.on_damage: Callable[[str], None] | None = None
         self.recorder: Recorder | None = None
@@ -69,12 +69,12 @@ class RecordRing:
         self._links: dict[bytes, Link] = {}
         self._damaged_links: list[Link] = []  # found damaged while open; their records may be in use
         self._ready: deque[tuple[Link, int, int]] = deque()  # link, slot, sequence
-        self._wake = asyncio.Event()  # there may be something for the consumer
-        self._segment: Segment | None = None  # of the name itself
-        self._version = -1
+        self._wake = asyncio.Event()  # wakes the consumer
+        self._segment: Segment | None = None  # NAME itself
+        self._version = -1  # of the policy; -1: none was published
         self._listener: ProducerListener | None = None  # None before opening and after `end_intake`
         self._data_event = -1  # eventfd that producers write after a put
-        self._failure: Exception | None = None  # of a callback
+        self._failure: Exception | None = None  # raised by a callback of the loop
         self._state = "new"
 
     # -- opening and closing
@@ -121,7 +121,7 @@ class RecordRing:
         self._state = "open"
 
     def _acquire_name(self) -> Segment:
-        """Adopt or create the segment of the name. Errors: ArenaOwned, OutOfMemory."""
+        """Adopt or create the segment NAME. Errors: ArenaOwned, OutOfMemory; TransportError for another layout version or user."""
         while True:
             try:
                 return Segment.adopt(self.name)
@@ -136,10 +136,10 @@ class RecordRing:
             except TransportError as error:
                 if isinstance(error, ArenaOwned | OutOfMemory):
                     raise
-                # The owner died between `adopt` and `create`: adopt its segment.
+                # Another owner came after our `adopt` and has died since: adopt its segment.
 
     def _adopt_ring(self, name: str) -> Link | None:
-        """The ring of an earlier owner. None for a ring that was just removed, or is damaged and therefore renamed."""
+        """Adopt the ring of an earlier owner. Returns None if it was just removed or is damaged; a damaged ring is renamed."""
         try:
             link = Link(Segment.adopt(name))
         except FileNotFoundError:
@@ -167,7 +167,7 @@ class RecordRing:
             self.on_damage(message)
 
     def end_intake(self) -> None:
-        """Refuse new records: a waiting `put` raises now. Earlier records can be taken and released. Twice is fine."""
+        """Refuse new records: waiting puts raise now. Earlier records can still be taken and released. Calling twice is fine."""
         if self._listener is None:
             return
         for link in list(self._links.values()):
@@ -179,7 +179,7 @@ class RecordRing:
         self._close_listener()
 
     def close(self) -> bool:
-        """Close. Returns whether records or a damaged ring were kept for the next owner. Closing twice is fine."""
+        """Close all rings. Returns whether rings with records, or damaged ones, were kept. A second call returns False."""
         if self._state != "open":
             self._state = "closed"
             return False
@@ -191,7 +191,7 @@ class RecordRing:
         return self._close_all(keep_name=False)
 
     def _close_all(self, *, keep_name: bool) -> bool:
-        """Close all rings. `keep_name`: keep the name even without rings. Returns whether the name was kept."""
+        """Close everything. `keep_name`: keep the segment NAME even if no ring is left. Returns whether NAME was kept."""
         self._state = "closed"
         self._wake.set()
         for link in (*self._links.values(), *self._damaged_links):
@@ -209,7 +209,7 @@ class RecordRing:
     # -- records
 
     def get_nowait(self) -> Delivery:
-        """The next record. Errors: anyio.WouldBlock without a record, anyio.ClosedResourceError, TransportError after a failure."""
+        """The next record. Errors: anyio.WouldBlock if none is ready, anyio.ClosedResourceError, TransportError after a failure."""
         while True:
             self._check_open()
             if not self._ready:
@@ -234,7 +234,7 @@ class RecordRing:
             self._release(link, slot, sequence)
 
     def get(self) -> Coroutine[Any, Any, Delivery]:
-        """Wait for a record. A cancelled `get` has taken no record. Errors: anyio.ClosedResourceError."""
+        """Wait for a record. A cancelled `get` has taken no record. Errors: as `get_nowait`, without WouldBlock."""
         return self._next(anyio.ClosedResourceError)
 
     def __aiter__(self) -> RecordRing:
@@ -244,7 +244,7 @@ class RecordRing:
         return self._next(StopAsyncIteration)
 
     async def _next(self, end_error: type[Exception]) -> Delivery:
-        # `get` and `async for` return this coroutine: every further coroutine would cost time at each record.
+        # `get` and `__anext__` return this coroutine and do not await it: one more coroutine would cost time at each record.
         while True:
             if self._ready or self._state != "open" or self._failure is not None:
                 try:
@@ -270,7 +270,7 @@ class RecordRing:
         return replace(
             counts,
             torn=counts.torn + sum(reader.lost for reader in readers),
-            passed_over=counts.passed_over + sum(reader.passed_over for reader in readers),
+            skipped_slots=counts.skipped_slots + sum(reader.skipped_slots for reader in readers),
             outstanding=sum(reader.outstanding for reader in readers),
             producers=sum(link.connection is not None for link in self._links.values()),
             rings=len(readers),
@@ -302,7 +302,7 @@ class RecordRing:
         self._free_if_ended(link)
 
     def _run_callback(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Run a callback of the loop. The loop would only log an exception, so keep the exception for the consumer."""
+        """Run a callback of the loop. Keep its exception for the consumer, because the loop would only log it."""
         try:
             callback(*arguments)
         except Exception as error:
@@ -322,7 +322,7 @@ class RecordRing:
             self._ready.append((link, slot, sequence))
             self._wake.set()
         if link.reader.lost and self._links.get(link.producer) is link:
-            # Records found before can still be taken. The producer attaches again and gets a new ring.
+            # Records found earlier can still be taken. The producer will attach again and get a new ring.
             self._drop_link(link)
             self._damaged_links.append(link)
             link.close_descriptors(self._loop)
@@ -330,8 +330,8 @@ class RecordRing:
             self._rename_damaged(link.segment.name, reason)
 
     def _drop_link(self, link: Link) -> None:
-        """Remove a link, and add its reader's counts to `_counts`."""
-        self._counts.passed_over += link.reader.passed_over
+        """Remove a link from `_links`, and add its reader's counts to `_counts`."""
+        self._counts.skipped_slots += link.reader.skipped_slots
         self._counts.torn += link.reader.lost
         del self._links[link.producer]
 
@@ -361,7 +361,7 @@ class RecordRing:
             self._listener.reject(connection)
             return
         except Exception:
-            self._listener.reject(connection)  # the producer waits for an answer
+            self._listener.reject(connection)  # else the producer would wait on
             raise
         self._listener.hand_over(connection)
         link.connect(self._loop, connection, partial(self._run_callback, self._on_connection))
@@ -393,7 +393,7 @@ class RecordRing:
         try:
             link.publish_version(self._version)
             self._watch(link)
-        except BaseException:  # without a watch nobody would notice a death
+        except BaseException:  # an unwatched producer could die unnoticed
             self._links.pop(producer).close(self._loop, unlink=True)
             raise
         if link.dead:
@@ -405,7 +405,7 @@ class RecordRing:
             self._on_death(link)
 
     def _on_connection(self, link: Link) -> None:
-        """The producer closed its end or died. A producer sends nothing after its hello."""
+        """The connection became readable: the producer closed it or died, because a producer sends nothing after its hello."""
         connection = link.connection
         if connection is None:
             return
@@ -421,17 +421,17 @@ class RecordRing:
             self._on_death(link)
 
     def _on_death(self, link: Link) -> None:
-        """The process has ended, so no later put can follow this last poll."""
+        """The producer's process has ended. The poll below is the last one: no put can follow."""
         link.dead = True
         link.close_descriptors(self._loop)
         self._poll_ring(link)
-        if not link.closed_in_order:
+        if not link.closed_by_producer:
             self._counts.deaths += 1
             self._counts.half_written += link.memory.has_unfinished_put()
         self._announce_end(link)
 
     def _announce_end(self, link: Link) -> None:
-        """Queue the end behind the producer's last record, so that the consumer gets both in order."""
+        """If the producer has ended, queue its end after its last record, and free its ring if all records were released."""
         if link.ended() and not link.end_announced:
             link.end_announced = True
             self._ready.append((link, _PRODUCER_END, 0))
@@ -441,7 +441,7 @@ class RecordRing:
     def _free_if_ended(self, link: Link) -> None:
         if link.reader.outstanding or not link.ended() or self._links.get(link.producer) is not link:
             return
-        if self._listener is None:  # after `end_intake`, records may be unpolled
+        if self._listener is None:  # the ring may hold records for the next owner
             return
         self._drop_link(link)
         link.close(self._loop, unlink=True)

@@ -1,18 +1,19 @@
-"""One producer's ring in shared memory: descriptors in order, payload that is freed in any order.
+"""One producer's ring in shared memory: the consumer gets records in order, and may free them in any order.
 
-A ring is the data of one segment. One producer and one consumer write words and payload, without locks:
+A ring is the data of one segment. The producer and the consumer (the owner) write without locks, each its own words:
 
-    0     magic, version, slots, payload offset, payload bytes, producer (16 bytes), its pid and start time, CRC32 of these
-    128   head       producer   number of positions given to puts; the store that raises it past a record accepts the record
+    at    words      writer     meaning
+    0                (creation) magic, version, slots, payload offset, payload bytes, producer's id, pid and start, CRC32 of these
+    128   head       producer   number of positions used up by puts; raising it above a position accepts the record at the position
     192   owner      consumer   XOR of all words `released` (a check, see `find_damage`);  policy version + 1 (0: none)
-    256   state      producer   1 attached, 2 closed by the producer;  position of the last put that was begun, + 1
-    320   sequences  producer   [slots] position + 1 of the slot's record
-          released   consumer   [slots] sequence of the slot's last released record
+    256   state      producer   1 attached, 2 closed by the producer;  position + 1 of the last put that began
+    320   sequences  producer   [slots] position + 1 of the slot's record (0: none)
+          released   consumer   [slots] sequence of the slot's last released record (0: none)
           offsets, sizes, checks  producer   [slots] start and bytes in the payload; CRC32 of (sequence, offset, size)
           payload
 
-A position belongs to slot `position mod slots`. A slot is in use while its sequence is at most the head and not
-released. A put skips the positions of slots in use, so a group that is trained late blocks its own bytes only.
+Each put takes the next position whose slot, `position mod slots`, is not in use. A slot is in use while its sequence is at most the
+head and not equal to `released`. Puts skip slots in use, so a group that is trained late blocks only its own slot and bytes.
 Positions have 64 bits and only grow, so they never wrap.
 
 A put stores in this order: begun position, payload, descriptor, sequence, head. A kill may follow any of these stores.
@@ -42,7 +43,7 @@ _CHECK = struct.Struct("<QQQ")
 
 
 def ring_bytes(slots: int, payload: int) -> int:
-    """The bytes of a ring with `slots` descriptors and `payload` bytes of payload."""
+    """The size in bytes of a ring with `slots` descriptors and `payload` bytes of payload."""
     return _payload_offset(slots) + payload
 
 
@@ -60,7 +61,7 @@ def format_ring(buffer: memoryview, slots: int, producer: bytes, pid: int, start
 
 
 class RingMemory:
-    """The words and the payload of a ring. Errors: TransportError for bytes that are no ring."""
+    """Views of a ring's words and payload. Errors: TransportError for bytes that are no ring."""
 
     def __init__(self, buffer: memoryview) -> None:
         if len(buffer) < _ARRAYS_AT:
@@ -86,7 +87,7 @@ class RingMemory:
         self.checks = Words(buffer, start + 32 * slots, slots, "ring.check")
 
     def live_slots(self) -> list[int]:
-        """The slots in use (accepted records that were not released), oldest record first."""
+        """The slots with an accepted record that was not released, oldest record first."""
         head = self.head[0]
         sequences = self.sequences.view.tolist()
         released = self.released.view.tolist()
@@ -94,11 +95,11 @@ class RingMemory:
         return [slot for sequence, slot in sorted(accepted) if sequence != released[slot]]
 
     def has_unfinished_put(self) -> bool:
-        """Whether the latest put that the producer began is not accepted: it is running, or was interrupted."""
+        """Whether the last put that began has not been accepted: it is running, or was interrupted."""
         return self.state[1] > self.head[0]
 
     def find_damage(self) -> str:
-        """The first impossible state of the words, or "". During the check the producer may put; the owner must not release."""
+        """A clause about the first impossible value of the words; "" if there is none. The owner must not release meanwhile."""
         head = self.head[0]
         sequences = np.array(self.sequences.view)
         latest, begun = int(sequences.max()), self.state[1]
@@ -117,14 +118,14 @@ class RingMemory:
             lost_numbers[(self.state[1] - 1) % self.slots] = False  # the put may be unfinished
         if bool(lost_numbers.any()):
             return "a record has lost its number"
-        # Nonzero if the last owner was killed between the two stores of a release: then one slot's `released ^ sequence`.
+        # Zero, unless the last owner was killed between the two stores of a release: then `released ^ sequence` of one slot.
         unfinished = int(np.bitwise_xor.reduce(released)) ^ self.owner[0]
         if unfinished and not bool((released ^ sequences == np.uint64(unfinished)).any()):
             return "records are marked as released that no owner released"
         return "" if self.state[0] in (ATTACHED, CLOSED) else f"its state is {self.state[0]}"
 
     def undo_unfinished_release(self) -> None:
-        """For a new owner: if the last owner was killed between the two stores of a release, undo the first store."""
+        """For a new owner: undo the first store of a release if the last owner was killed before the second store."""
         released = int(np.bitwise_xor.reduce(np.array(self.released.view)))
         if self.owner[0] != released:
             self.owner.store(0, released)
@@ -142,8 +143,8 @@ class RingWriter:
     def __init__(self, memory: RingMemory) -> None:
         self.memory = memory
         self.capacity = len(memory.payload)
-        # Slot -> (sequence, start, size) of each accepted, unreleased record. A copy, so that damage to the ring's words
-        # cannot make a put overwrite a record.
+        # Slot -> (sequence, start, size) of each accepted, unreleased record. Private to this process, so that damage to the ring's
+        # words cannot make a put overwrite a record.
         self._unreleased: dict[int, tuple[int, int, int]] = {}
         self._reread_words()
 
@@ -155,7 +156,7 @@ class RingWriter:
         return len(sizes), sum(sizes)
 
     def try_put(self, plan: Plan) -> bool:
-        """Write and publish a record. Returns False without room. Errors: RecordTooLarge if an empty ring has no room."""
+        """Write and publish a record. Returns False if the ring has no room now. Errors: RecordTooLarge if it never has room."""
         if plan.size > self.capacity:
             raise RecordTooLarge(
                 f"group {plan.draft.group}: its record has {plan.size:,} bytes, but a ring holds {self.capacity:,}. Make the "
@@ -174,14 +175,14 @@ class RingWriter:
         try:
             self._publish(plan, position % memory.slots, start, position + 1)
         except BaseException:
-            # Ctrl-C may interrupt anywhere, and only the words show whether the record was accepted.
+            # Ctrl-C may interrupt anywhere, so read from the words whether the record was accepted.
             self._withdraw(position % memory.slots)
             self._reread_words()
             raise
         return True
 
     def _withdraw(self, slot: int) -> None:
-        """If the put to this slot was not accepted, restore the slot's earlier sequence: a later head would accept the new one."""
+        """Restore the slot's old sequence if the put was not accepted: the head of the next put would accept the new one."""
         memory = self.memory
         if memory.sequences[slot] > memory.head[0]:
             if not memory.released[slot]:
@@ -212,20 +213,20 @@ class RingWriter:
 
 
 class RingReader:
-    """The consumer's side. A new owner first calls `replay`, then `poll`."""
+    """The consumer's side. An owner that adopts a ring calls `replay` before its first `poll`."""
 
     def __init__(self, memory: RingMemory) -> None:
         self.memory = memory
         self.outstanding = 0  # records found and not released
         self.lost = 0  # invalid descriptors, and impossible moves of the head
-        self.passed_over = 0  # slots that a put skipped because they were in use
-        self._next = 0
+        self.skipped_slots = 0  # slots in use that a put skipped
+        self._next = 0  # the first position that was not polled
 
     def replay(self) -> list[tuple[int, int]]:
         """(slot, sequence) of every accepted, unreleased record, oldest first."""
         self._next = self.memory.head[0]
         live_slots = [(slot, self.memory.sequences[slot]) for slot in self.memory.live_slots()]
-        # The head may have grown meanwhile. `poll` finds the records above `_next`.
+        # `poll` will return the records that were put after the read of the head. Here they would be delivered twice.
         records = [(slot, sequence) for slot, sequence in live_slots if sequence <= self._next]
         self.outstanding += len(records)
         return records
@@ -233,7 +234,7 @@ class RingReader:
     def poll(self) -> list[tuple[int, int]]:
         """(slot, sequence) of every record that was accepted since the last `poll` or `replay`."""
         memory, head, first = self.memory, self.memory.head.view[0], self._next
-        # A larger step is damage: at most `slots` puts fit, and each skips fewer than `slots` positions.
+        # The head cannot have moved further: at most `slots` puts fit, and each skips fewer than `slots` positions.
         if head > first + memory.slots**2:
             self.lost += head - first
             first = head
@@ -247,9 +248,9 @@ class RingReader:
             if sequence == position + 1:
                 records.append((slot, sequence))
             elif sequence and (sequence - 1) % memory.slots == slot:
-                # The put skipped this position, because its slot was in use. A record put at this position would
-                # still be here, because only our `release` frees a slot.
-                self.passed_over += 1
+                # A put skipped this position, because its slot was in use. A record put at this position would
+                # still be here, because only this process frees slots.
+                self.skipped_slots += 1
             else:
                 self.lost += 1
         self._next = head
@@ -257,7 +258,7 @@ class RingReader:
         return records
 
     def take(self, slot: int, sequence: int) -> Record:
-        """The record, as views of the payload. Errors: RecordError for damage; then only call `release`."""
+        """The record, as views of the payload. Errors: RecordError for a damaged record, which the caller must `release`."""
         memory, payload = self.memory, self.memory.payload
         start, size = memory.offsets.view[slot], memory.sizes.view[slot]
         check = zlib.crc32(_CHECK.pack(sequence, start, size))

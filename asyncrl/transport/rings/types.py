@@ -1,4 +1,4 @@
-"""Types of the record rings' owner: settings, counts, a delivered record, and the seen members."""
+"""Types that the owner of record rings uses: settings, counts, a delivered record, and the filter of duplicates."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ class RingSettings:
 
     total_bytes: int = 1 << 28  # of all rings together
     slots: int = 256  # records per producer
-    payload_bytes: int = 1 << 24  # per producer: limit of one record, too
+    payload_bytes: int = 1 << 24  # per producer; also the limit of one record
 
 
 @dataclass(slots=True)
 class RingStatistics:
-    """Counts over all rings of one owner, since it opened."""
+    """Counts over all rings of one owner since it opened. `outstanding`, `producers` and `rings`: the numbers now."""
 
     records: int = 0  # delivered
     released: int = 0
-    outstanding: int = 0  # found in a ring and not released
-    duplicates: int = 0  # members that an earlier record had
-    torn: int = 0  # records with damaged bytes
-    half_written: int = 0  # records that a dead producer began but did not put
-    passed_over: int = 0  # slots that a put skipped because they were in use
-    replayed: int = 0  # found in rings of an earlier owner
+    outstanding: int = 0  # records found in a ring and not released
+    duplicates: int = 0  # members that were in an earlier record
+    torn: int = 0  # damaged records, and records without descriptor
+    half_written: int = 0  # puts that a dead producer did not finish
+    skipped_slots: int = 0  # slots in use that a put skipped
+    replayed: int = 0  # records in rings of an earlier owner
     producers: int = 0  # attached now
     rings: int = 0
     deaths: int = 0  # producers that died without closing
-    reclaimed: int = 0  # rings freed
+    reclaimed: int = 0  # rings removed after the end of their producer
     refused: int = 0  # producers refused
     pauses: int = 0  # times that `accept` found no free descriptor
-    damaged: int = 0  # messages about damaged segments
+    damaged: int = 0  # damaged segments, those of earlier owners too
 
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """A leased record. Its arrays are views of the ring, valid until `release`."""
+    """A record that the consumer holds until `release`. Its arrays are views of the ring, valid until then."""
 
     _release: Callable[[Record], None]
     record: Record
@@ -54,15 +54,15 @@ class Delivery:
         return f"group {self.record.group} of epoch {self.record.epoch}"
 
     def release(self) -> None:
-        """Free the record's place in the ring, after its group was trained or dropped. A second call does nothing."""
+        """Free the record's space in the ring, after its group was trained or dropped. A second call does nothing."""
         if not self.released:
             self.released = True
             self._release(self.record)
 
 
 class SeenMembers:
-    """Detects duplicates: the members in the ring, and the `limit` members released last, by whole groups. The last released group
-    is always kept."""
+    """Detects duplicate members. Remembers all members in the rings, and released members. If more than `limit` released members
+    are remembered, it forgets those of whole groups, the group with the oldest release first, but never the newest group."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -71,7 +71,7 @@ class SeenMembers:
         self._released_count = 0  # members in `_released`
 
     def add(self, group: _GroupKey, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Add distinct members of a group in the ring. Returns the positions of the members not seen before."""
+        """Add members of a group that were put into a ring. Returns the positions of the members not seen before."""
         in_ring, released = self._in_ring.get(group), self._released.get(group)
         if in_ring is None and released is None:
             self._in_ring[group] = set(members)
@@ -83,7 +83,7 @@ class SeenMembers:
         return fresh
 
     def remove(self, group: _GroupKey, members: tuple[int, ...]) -> None:
-        """Move distinct members from the ring to the released members."""
+        """Move members from those in the rings to the released members."""
         remaining = self._in_ring.pop(group, set()).difference(members)
         if remaining:
             self._in_ring[group] = remaining

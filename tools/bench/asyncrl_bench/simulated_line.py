@@ -93,7 +93,7 @@ class Client(LineClient):
 
     def __init__(self, process: Process, server: Server) -> None:
         super().__init__("simulated", SECRET, process.name, server=server.name)
-        self.process, self.server, self._server_session = process, server, "simulated"
+        self.process, self.server, self._server_id = process, server, "simulated"
         name = process.name.encode()
         server.clients[process.name] = self
         self._there = server._peers[process.name] = Exchange(
