@@ -220,9 +220,9 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a trained token. -1 if no token is trained, or a version is not known."""
-        sampled = self.versions[self.mask]
-        return int(sampled.min()) if sampled.size else -1
+        """The oldest known policy version that sampled a trained token. -1 if none is known, or no token is trained."""
+        known = self.versions[self.mask & (self.versions >= 0)]
+        return int(known.min()) if known.size else -1
 
     @property
     def newest_version(self) -> int:

@@ -58,7 +58,7 @@ def describe_wait(wait: Wait, now: float) -> str:
 
 
 def _suspended_frames(awaitable: Any) -> list[FrameType]:
-    """Frames of a coroutine or generator and of everything that it awaits, innermost last."""
+    """Frames of a coroutine or generator and of what it awaits, innermost last. They end at an `async for`."""
     frames = []
     while awaitable is not None:
         frame = getattr(awaitable, "cr_frame", None) or getattr(awaitable, "gi_frame", None)

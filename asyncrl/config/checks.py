@@ -272,6 +272,12 @@ def _check_algorithm(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.rollout
     if rollout.group_size == 1 and (problem := alone_problem(config)):
         yield f"rollout.group_size is 1; {problem}"
+    of_step = advantage_named(config.algorithm.advantage).needs_whole_step
+    if rollout.group_size == 1 and rollout.filter.dynamic_sampling and (of_step or rollout.filter.by != "reward"):
+        yield (
+            "rollout.filter.dynamic_sampling is true but rollout.group_size is 1: one member never differs, so each group would be "
+            "dropped; leave dynamic_sampling out"
+        )
     # With several updates per batch, training waits for the whole batch.
     streaming = bool(rollout.streaming) and algorithm.updates_per_batch * algorithm.minibatches == 1
     yield from check_losses(config, streaming)

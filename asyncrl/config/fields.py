@@ -102,6 +102,7 @@ class ConfigField:
     types: tuple[Mapping[str, Any], ...]
     # The fields of one section, if the setting is a list of sections.
     items: Mapping[str, ConfigField] = field(default_factory=dict)
+    secret: bool = False
 
     def takes(self, kind: str) -> bool:
         """Whether values of this JSON type (`integer`, `string`, ...) are allowed. False if only fixed choices are allowed."""
@@ -156,7 +157,8 @@ def _walk(section: Mapping[str, Any], prefix: str, definitions: Mapping[str, Any
         item = _dereferenced(entry.get("items", {}), definitions)
         items = {field.name: field for field in _walk(item, "", definitions)} if "properties" in item else {}
         types = tuple(entry.get("anyOf", [entry]))
-        yield ConfigField(f"{prefix}{key}", entry.get("default"), entry.get("description", ""), types, items)
+        text, secret = entry.get("description", ""), entry.get("writeOnly", False)
+        yield ConfigField(f"{prefix}{key}", entry.get("default"), text, types, items, secret)
 
 
 def _dereferenced(entry: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:

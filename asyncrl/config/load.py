@@ -219,7 +219,8 @@ def _error_lines(item: Mapping[str, Any], origin: Mapping[str, str], schema: typ
         hint = f"; did you mean {matches[0]}?" if matches else ""
     elif isinstance(value, (int, float)) and field is not None and field.takes("string"):
         hint = "; put it in quotes"
-    yield f"{name} is {_short(value)} ({source}); expected {expected}{hint}"
+    shown = "a value that is not shown" if field is not None and field.secret else _short(value)
+    yield f"{name} is {shown} ({source}); expected {expected}{hint}"
 
 
 def _unknown(name: str, source: str, schema: type[Config] = Config, key: str = "") -> str:

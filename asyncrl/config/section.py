@@ -60,6 +60,9 @@ class SettingsSection(BaseModel):
 def field(default: Any, text: str, **bounds: Any) -> Any:
     """Declares a setting: its default, its description for `--help`, and pydantic's bounds (`ge`, `gt`, `le`, `lt`).
 
-    `exclude=True` marks a secret: no file, log or diff contains its value.
+    `exclude=True` marks a secret: no file, log, error or diff contains its value.
     """
+    # `writeOnly` is JSON Schema's word for a secret. ConfigField reads it.
+    if bounds.get("exclude"):
+        bounds["json_schema_extra"] = {"writeOnly": True}
     return Field(default, description=text, **bounds)

@@ -151,7 +151,7 @@ class Stash(Generic[C]):
         return self._end(key, Ending.WHOLE) if len(entry.members) == entry.size else Status.WAITING
 
     def _too_old(self, trajectory: Trajectory) -> bool:
-        # Without a sampled token, or with one of unknown version (-1), `oldest_version` is negative.
+        # Without a sampled token of a known version `oldest_version` is -1.
         return self._oldest_allowed > 0 and 0 <= trajectory.oldest_version < self._oldest_allowed
 
     def expire(self) -> list[StashedGroup[C]]:

@@ -77,7 +77,8 @@ def restart_phrase(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
     same_agent = now["agent"] == before.get("agent") and now["agent"] != "/"
     for name, (job, number) in now["jobs"].items():
         old_job, old_number = before.get("jobs", {}).get(name, (None, 0))
-        # One torchrun has one job, but another torchrun may restart rank 0: compare ids, too. Many jobs have the default id "none".
+        # The same torchrun process is always the same job. If another torchrun process restarts rank 0, the job's id shows it,
+        # unless the id is the default "none", which many jobs have.
         is_restart = job == old_job and job != "none" and number > old_number
         if is_restart or (name == "torchrun" and same_agent):
             return f"restart {number} of this job by {name}"

@@ -436,6 +436,7 @@ class LineClient(_End):
         self._server, self.on_end = server, on_end
         self._exchange = Exchange(name, server, secrets.token_hex(8), self._handlers, self._send)
         self._server_id: str | None = None  # None before the first connection
+        self._dismissed = False  # the server has sent BYE
         self._welcomed: asyncio.Future[None] | None = None  # done at the first connection
         self._probe: asyncio.Task[None] | None = None  # in `_check_ended`
 
@@ -502,6 +503,7 @@ class LineClient(_End):
         if session != exchange.session:
             return
         if operation == BYE:
+            self._dismissed = True
             self._lose(exchange, f"refuses this end: {header}" if header else "has ended")
         elif operation == WELCOME:
             if self._server_id not in (None, header):
@@ -543,7 +545,7 @@ class LineClient(_End):
         if exchange.error is not None:
             return
         lost = RankLost(f"{self.name} lost {self._server} at {self.address}, which {reason}; see its output")
-        if self._server_id is None:
+        if self._server_id is None and not self._dismissed:
             lost = RankLost(
                 f"{self.name} could not connect to {self._server} at {self.address}: {self._server} does not run there, or "
                 "has another ASYNCRL_SECRET"

@@ -40,7 +40,7 @@ warm-up: a turn without a release keeps its slots `held`, and the open step need
 Shares (`by_rank`, for `m = 0`). Without shares, slots that become free together go to the rank that asks first, so two runs of one
 configuration may train different steps. So a rank admits only its share of the open step: the prompts with the numbers (ordinals)
 `n % ranks == rank`. No rank waits for another rank's share: all `k` slots are free after the release of the last step, and the
-shares add up to `k`. The same rank's next group replaces a dropped group. Once a rank has no more prompts, no rank has a share.
+shares add up to `k`. The same rank's next group replaces a dropped group. Once a rank has no more prompts, there are no shares.
 
 Balance (`trainers`, if groups travel to training ranks). A scored group goes to the training rank with the fewest tokens of live
 and claimed groups (with `by_id`: to the rank of its id), and is claimed only there. A training rank waits before its next claim

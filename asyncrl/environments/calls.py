@@ -173,7 +173,8 @@ def _from_python(text: str) -> list[Call]:
         found = written.elts if isinstance(written, ast.List) else [written]
         calls = []
         for call in found:
-            if not isinstance(call, ast.Call):
+            # A positional argument has no name, and neither has `**mapping`.
+            if not isinstance(call, ast.Call) or call.args or not all(each.arg for each in call.keywords):
                 return []
             arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
             calls += _checked_call(ast.unparse(call.func), json.dumps(arguments))

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -328,6 +328,8 @@ def normalise(messages: Any) -> Messages:
     null keys are left out. Errors: `DataError` for a value that is not a message, and for a part of a content that is not text."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, Iterable):
+        raise DataError(f"the messages are {messages!r:.80}; expected a list of messages, or a string")
     # Messages that a client library returned are pydantic models.
     plain = [m.model_dump(exclude_none=True) if hasattr(m, "model_dump") else m for m in messages]
     filled = [{**m, "content": ""} if isinstance(m, Mapping) and m.get("content") is None else m for m in plain]
@@ -340,7 +342,8 @@ def normalise_tools(tools: Any) -> list[Any]:
     """Schemas of tools without null values. Errors: `DataError` if a tool has no name."""
     found = without_nulls([t.model_dump(exclude_none=True) if hasattr(t, "model_dump") else t for t in tools or ()])
     for tool in found:
-        if not isinstance(tool, Mapping) or not isinstance((tool.get("function") or tool).get("name"), str):
+        function = (tool.get("function") or tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(f'a tool is {tool!r:.80}; expected {{"type": "function", "function": {{"name": ...}}}}')
     return list(found)
 
@@ -357,9 +360,10 @@ def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
         kept.pop("tool_calls", None)
         return kept
     calls = []
-    for call in kept["tool_calls"]:
-        function = (call.get("function") or call) if isinstance(call, Mapping) else {}
-        if not isinstance(function.get("name"), str):
+    written = kept["tool_calls"] if isinstance(kept["tool_calls"], Sequence) else [kept["tool_calls"]]
+    for call in written:
+        function = (call.get("function") or call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(f'a tool call is {call!r:.80}; expected {{"function": {{"name": ..., "arguments": ...}}}}')
         function = {"name": function["name"], "arguments": decode_mapping(function.get("arguments") or {})}
         calls.append({**({"id": call["id"]} if call.get("id") else {}), "type": "function", "function": function})

@@ -294,7 +294,7 @@ def _conversation(prompt: str | Messages, completion: str | Messages) -> Message
     )
     if before and after and before[-1]["role"] == after[0]["role"] == "assistant":
         unfinished = before.pop()
-        after[0] = {**after[0], "content": unfinished["content"] + after[0]["content"]}
+        after[0] = {**after[0], "content": (unfinished["content"] or "") + (after[0]["content"] or "")}
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in [*before, *after]]
 
 

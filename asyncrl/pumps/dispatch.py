@@ -7,6 +7,7 @@
     end of the training    ── run/trained, run/ended ──────────▶ ends its pumps, then sends run/left
     lists of ranks         ◀── run/here ──────────────────────── has connected
                            ◀── run/begun ─────────────────────── joined the run, and generates from now on
+    trainer without a model ─ run/version ─────────────────────▶ engine without a model
 
 One cursor gives all prompts, so the prompts of a run do not depend on the number of ranks. After a rank has taken a prompt,
 `Dispatch` keeps the prompt's id until the ledger has admitted the group. So a resume neither skips a prompt nor trains it twice.
@@ -45,7 +46,7 @@ class Dispatch:
     def __init__(
         self, line: LineServer, recorder: Recorder, peers: Sequence[str], *, in_order: bool, listens: bool = False
     ) -> None:
-        """`peers`: names on the line of the ranks that generate; "" is this rank, which is listed only if it generates.
+        """`peers`: the ranks that generate, by their names on the line; "" is this rank.
         `in_order`: give a prompt only when the ledger has admitted all earlier prompts. So each step has the same groups in every
         run. `listens`: the run accepts new ranks, so if no rank that generates is left, wait for a new one."""
         self._line = line
@@ -226,7 +227,7 @@ class Dispatch:
         return {peer: rows[first:end] for peer, (first, end) in zip(peers, pairwise(ends), strict=True)}
 
     async def update_weights(self, version: int) -> None:
-        """Send the number of the version to the other ranks. In a dry run, without weights, this is `ports.WeightSink`."""
+        """Send the number of the version to the other ranks: the `ports.WeightSink` of `train.kind=dry_run`, without a model."""
         await self._broadcast(VERSION, {"version": version})
 
     async def send_trained(self) -> None:

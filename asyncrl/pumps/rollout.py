@@ -264,10 +264,11 @@ class GroupPlayer:
         if book.failed > limit and not book.raised_too_many_failed:
             # Other groups that fail before the run has ended must not raise this error again.
             book.raised_too_many_failed = True
-            causes = [f"{count} of {reason.removeprefix('failed: ')}" for reason, count in book.reasons.items()]
+            failures = [pair for pair in book.reasons.most_common() if pair[0].startswith("failed: ")]
+            causes = [f"{count} of {reason.removeprefix('failed: ')}" for reason, count in failures[:_NAMED_CAUSES]]
             raise GenerationError(
                 f"group {ticket.group_id} failed in the environment ({raised(error)}). {book.failed} groups have failed; "
-                f"{setting} allows {limit} such groups in a run. The last causes: {'; '.join(causes[-_NAMED_CAUSES:])}. To "
+                f"{setting} allows {limit} such groups in a run. The commonest causes: {'; '.join(causes)}. To "
                 f"go on in spite of such failures, set rollout.max_failed_groups to more, or rollout.keep_viable to true"
             ) from error
 

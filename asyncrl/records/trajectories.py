@@ -254,4 +254,4 @@ def json_bytes(value: Any, name: str) -> bytes:
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise RecordError(f"the {name} of a trajectory must be JSON values: {error}") from error
+        raise RecordError(f"the {name} must be JSON values: {error}") from error

@@ -357,7 +357,7 @@ class RewardPool:
         with self._recorder.timed("time/reward"):
             answers: dict[str, Answer] = {}
             members = [t.member for t in trajectories]
-            turns = [0 if t.turns is None else int(t.turns.size) for t in trajectories]
+            turns = [1 if t.turns is None else int(t.turns.size) for t in trajectories]
             state = {**self.progress(), "epoch": float(prompt.epoch)}
 
             async def call(function: LoadedFunction) -> None:

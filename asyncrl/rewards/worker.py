@@ -242,7 +242,8 @@ class SocketSession:
         number = message["id"]
         if "cancel" in message:
             if number in self._tasks:
-                self._tasks[number].cancel()
+                # Not at once: a task that is cancelled before its first step runs nothing, so it would not reply.
+                self._loop.call_soon(self._tasks[number].cancel)
             return
         try:
             request = pickle.loads(message["data"])
@@ -336,9 +337,9 @@ def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turn_rewards(value: Any, turns: int) -> list[float] | None:
-    """The rewards of `turns` replies, if `value` is a list with a finite number for each; else None. `turns` 0: not recorded."""
+    """The rewards of `turns` replies, if `value` is a list with a finite number for each; else None."""
     values = plain(value)
-    if not turns or not isinstance(values, (list, tuple)) or len(values) != turns:
+    if not isinstance(values, (list, tuple)) or len(values) != turns:
         return None
     numbers = [math.nan if (number := as_number(each)) is None else number for each in values]
     return numbers if all(map(math.isfinite, numbers)) else None

@@ -8,7 +8,8 @@
 All comparisons are in float32. The eager side shares only the weights with the path, and has no cache. The eager side computes
 each row alone, because a model's class may mix the rows of a batch.
 
-Shape legend: S scored tokens, L tokens of a row, V vocabulary.
+Shape legend: S tokens with mask 1, L tokens of a row, B rows, V vocabulary; O outputs and I inputs of a linear layer, r its rank in
+an adapter, E such layers that are stacked.
 """
 
 from __future__ import annotations

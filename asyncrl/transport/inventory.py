@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import TransportError
+from ..errors import ConfigError, TransportError
 from .memory.segment import (
     DIRECTORY,
     HEADER_BYTES,
@@ -40,7 +40,8 @@ def inventory() -> list[Entry]:
     check_platform()
     found: dict[str, Entry] = {}
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}*")):
-        with contextlib.suppress(FileNotFoundError):  # removed since `glob`
+        # Removed since `glob`, or a file of somebody else, with a name that no segment can have.
+        with contextlib.suppress(FileNotFoundError, ConfigError):
             if _is_own_file(path):
                 entry = _read_entry(path.name.removeprefix(PREFIX))
                 name = base_name(entry.name)

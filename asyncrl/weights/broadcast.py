@@ -88,7 +88,7 @@ class Stripes:
             data = half.view(torch.uint8)
             bucket_lists = buckets(whole_bytes or data.numel(), len(order.senders), BUCKET_BYTES)
             buckets_of = dict(zip(order.senders, bucket_lists, strict=True))
-            first = buckets_of[self._node][0][0] if whole_bytes else 0
+            first = next(iter(buckets_of[self._node]), (0, 0))[0] if whole_bytes else 0
             for number in range(max(map(len, bucket_lists)) + 1):
                 for sender, group in self._groups.items():
                     if sender in works:

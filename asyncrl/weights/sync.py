@@ -119,6 +119,7 @@ class BoardOwner:
     def __init__(self, board: Board, workers: BoardWorkers) -> None:
         self._board, self._workers = board, workers
         self._current: PostedVersion | None = None
+        self._is_free = False  # the half that is not current is free
         # The version that was sent to the workers, until all of them have answered.
         self._announced: PostedVersion | None = None
 
@@ -132,7 +133,7 @@ class BoardOwner:
     async def _wait_for_half(self) -> int:
         """Wait until no pinned worker reads the half that is not current, and return this half (0 or 1)."""
         half = 1 - self.current.half
-        if self._workers.reads(half):
+        if not self._is_free:
             await self._workers.wait_unread(half)
             self._set_free(half)
         return half
@@ -140,13 +141,14 @@ class BoardOwner:
     async def _move(self, to: PostedVersion) -> None:
         self._announced = to
         await self._workers.update_weights(*to)
-        self._current, self._announced = to, None
+        self._current, self._announced, self._is_free = to, None, False
         if not self._workers.reads(1 - to.half):
             self._set_free(1 - to.half)
 
     def _set_free(self, half: int) -> None:
         """Clear a half that nobody reads."""
         self._board.clear(half)
+        self._is_free = True
 
 
 class WeightPublisher(BoardOwner):

@@ -103,10 +103,12 @@ def test_a_file_that_is_no_segment_is_said_and_can_be_cleared(name: str, capsys:
 def test_what_is_no_file_is_passed_over(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is opened through a link, and one of them hides no segment."""
     (tmp_path / "file").write_bytes(b"mine")
-    link, folder, beside = (Path(f"/dev/shm/asyncrl.{name}{end}") for end in ("", ".folder", ".beside"))
+    ends = ("", ".folder", ".beside", " of mine")
+    link, folder, beside, mine = (Path(f"/dev/shm/asyncrl.{name}{end}") for end in ends)
     link.symlink_to(tmp_path / "file")
     folder.mkdir()
     beside.write_bytes(b"x" * 10)
+    mine.write_bytes(b"x" * 10)
     try:
         assert entry(name) is None and entry(f"{name}.folder") is None
         assert entry(f"{name}.beside") is not None
@@ -118,3 +120,4 @@ def test_what_is_no_file_is_passed_over(name: str, tmp_path: Path, capsys: pytes
         link.unlink()
         folder.rmdir()
         beside.unlink()
+        mine.unlink()

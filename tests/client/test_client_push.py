@@ -113,7 +113,7 @@ async def test_what_is_wrong_is_said_and_nothing_is_pushed(name: str) -> None:
                     [Scored([1, 2], prompt_length=1, metadata={"a": 2**64})],
                     "trajectory 0: an integer .* write it as text",
                 ),
-                ([Scored([1, 2], prompt_length=1, messages=[DEEP])], "the messages of a trajectory must be JSON"),
+                ([Scored([1, 2], prompt_length=1, messages=[DEEP])], "the messages must be JSON"),
                 ([Scored([1, 2], prompt_length=1, messages="\ud800")], "surrogates not allowed"),
             ):
                 with pytest.raises(RecordError, match=words):

@@ -195,6 +195,15 @@ def test_the_two_corrections_are_never_applied_together() -> None:
         (["evaluate.every=5"], ("data.eval is not set",)),
         (["resume=true", "run.overwrite=true"], ("resume", "overwrite")),
         (["rollout.group_size=1"], ("rollout.group_size is 1", "at least 2")),
+        (
+            [
+                "rollout.group_size=1",
+                "algorithm.advantage=reinforce_pp",
+                "rollout.streaming=false",
+                "rollout.filter.dynamic_sampling=true",
+            ],
+            ("dynamic_sampling is true but rollout.group_size is 1", "each group would be dropped"),
+        ),
         (["algorithm.clip.epsilon=1"], ("algorithm.clip.epsilon is 1.0",)),
         (["watchdog.stall_timeout_s=5"], ("stall_timeout_s is 5.0", "interval_s", "reward.timeout_s = 30:")),
         (

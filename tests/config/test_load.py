@@ -289,6 +289,9 @@ def test_a_wrong_value_names_key_value_and_expectation(override: str, parts: tup
 
 def test_a_number_where_a_string_belongs(tmp_path: Path) -> None:
     assert "put it in quotes" in complaint(files=(write(tmp_path / "x.yaml", "run: {name: 5}\n"),))
+    # A secret is not shown.
+    text = complaint(files=(write(tmp_path / "x.yaml", "door: {http_key: 1234567890123456}\n"),))
+    assert "door.http_key is a value that is not shown" in text and "put it in quotes" in text and "1234" not in text
 
 
 @pytest.mark.parametrize(

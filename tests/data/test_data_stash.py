@@ -242,6 +242,11 @@ def test_groups_with_a_token_that_is_too_old_end_now_and_on_arrival() -> None:
     nothing_sampled = replace(record(0, 1), mask=np.zeros(4, np.bool_))
     assert stash.add(nothing_sampled, "") is Status.WAITING
     assert stash.evict_stale(5, 2) == [] and waiting(stash) == 2
+    # A token of unknown version (-1) does not hide an older one.
+    mixed = record(4, 1, version=2)
+    mixed = replace(mixed, versions=np.where(np.arange(mixed.versions.size) % 2, 2, -1).astype(np.int32))
+    ended = stash.add(mixed, "")
+    assert isinstance(ended, StashedGroup) and ended.ending is Ending.STALE
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------

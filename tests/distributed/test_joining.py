@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from asyncrl import __version__
 from asyncrl.cli.join import main
 from asyncrl.distributed import joining
+from asyncrl.distributed.exchange import Exchange
 from asyncrl.distributed.joining import Entrance, JoinedRun, ask_to_join, listen_at
 from asyncrl.distributed.line import LineServer
 from asyncrl.errors import ConfigError, LifecycleError, RankLost
@@ -57,6 +59,21 @@ async def test_a_node_with_another_version_of_the_package_is_refused(monkeypatch
         with pytest.raises(
             ConfigError, match=rf"has asyncrl {__version__}, and this node has asyncrl 0\.0\.1; install"
         ):
+            await ask_to_join(address, SECRET)
+        assert notes == []
+
+
+async def test_another_version_of_the_protocol_is_named_and_not_a_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Exchange.send
+
+    def send_other(exchange: Exchange, operation: int, *rest: Any, **options: Any) -> None:
+        if "protocol" in (header := options.get("header") or {}):
+            options["header"] = header | {"protocol": 0}
+        send(exchange, operation, *rest, **options)
+
+    async with entrance() as (_, address, notes):
+        monkeypatch.setattr(Exchange, "send", send_other)
+        with pytest.raises(RankLost, match=r"lost rank 0 .* has another version of asyncrl; install one version"):
             await ask_to_join(address, SECRET)
         assert notes == []
 

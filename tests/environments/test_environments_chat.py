@@ -183,6 +183,8 @@ GARBAGE = [
     "[TOOL_CALLS]nothing",
     "<|tool_call_start|>[look(city=Bonn)]<|tool_call_end|>",
     "<|tool_call_start|>[look(**{)]<|tool_call_end|>",
+    "<|tool_call_start|>[look('Bonn')]<|tool_call_end|>",
+    "<|tool_call_start|>[look(**{'city': 'Bonn'})]<|tool_call_end|>",
     "<|tool_call>call:look{city:}<tool_call|>",
     '<|python_tag|>{"name": "other", "parameters": {}}',
 ]
@@ -308,13 +310,16 @@ def test_messages_of_any_client_are_normalised() -> None:
         ([{"content": "x"}], "message 1"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
         ([{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}], "a tool call is"),
+        ([{"role": "assistant", "content": "", "tool_calls": 5}], "a tool call is 5"),
+        (5, "the messages are 5"),
         ([{"role": "user", "content": "\ud800"}], "surrogate"),
     ):
         with pytest.raises(DataError, match=reason):
             normalise(messages)
     assert normalise_tools(None) == []
-    with pytest.raises(DataError, match="a tool is"):
-        normalise_tools([{"type": "function"}])
+    for tool in ({"type": "function"}, {"function": "abc"}):
+        with pytest.raises(DataError, match="a tool is"):
+            normalise_tools([tool])
 
 
 def test_null_content_and_parts_are_no_python_text() -> None:

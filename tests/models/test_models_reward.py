@@ -100,6 +100,7 @@ def test_messages_are_rendered_by_the_models_own_template(tmp_path: Path) -> Non
     assert words(chat, [{"role": "assistant", "content": "c1"}]) == "<s>x<e><u>ab<e><a>c1<e>"
     begun = [*chat, {"role": "assistant", "content": "so "}]  # an answer that the prompt begins is one message
     assert words(begun, [{"role": "assistant", "content": "c1"}]) == "<s>x<e><u>ab<e><a>so c1<e>"
+    assert words([*chat, {"role": "assistant", "content": None}], "c1") == "<s>x<e><u>ab<e><a>c1<e>"
 
 
 def test_without_a_template_strings_follow_each_other_and_messages_are_refused(tmp_path: Path) -> None:

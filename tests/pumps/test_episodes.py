@@ -170,7 +170,7 @@ def test_failures_that_differ_in_numbers_and_ids_have_one_count() -> None:
         return OSError(f"session 3f{group}a-0{group}c: no answer of row {group} in {group}.5 s")
 
     house = live(Plan(groups_per_step=4, max_failed_groups=2, fails=fails))
-    assert "The last causes: 3 of OSError: session #: no answer of row # in # s." in str(house.error)
+    assert "The commonest causes: 3 of OSError: session #: no answer of row # in # s." in str(house.error)
     assert [each for each in house.book.reasons if each.startswith("failed")] == [
         "failed: OSError: session #: no answer of row # in # s"
     ]
@@ -183,14 +183,16 @@ def test_failures_that_differ_in_numbers_and_ids_have_one_count() -> None:
         (None, 5, "(not set: a tenth of all groups, and at least the groups of one step) allows 4"),
     ],
 )
-def test_a_budget_that_is_used_up_names_itself_and_the_last_causes(limit: int | None, failed: int, words: str) -> None:
+def test_a_budget_that_is_used_up_names_itself_and_the_commonest_causes(
+    limit: int | None, failed: int, words: str
+) -> None:
     house = live(
         Plan(groups_per_step=4, max_failed_groups=limit, fails=lambda group, member: OSError(f"no {'ab'[group % 2]}"))
     )
     assert isinstance(house.error, GenerationError) and isinstance(house.error.__cause__, OSError)
     told = str(house.error)
     assert f". {failed} groups have failed; " in told and words in told
-    assert "OSError: no a" in told and "OSError: no b" in told and "The last causes: " in told
+    assert "OSError: no a" in told and "OSError: no b" in told and "The commonest causes: " in told
 
 
 def test_by_default_one_group_of_ten_may_fail_for_ever() -> None:

@@ -71,7 +71,7 @@ def test_what_json_cannot_hold_stays_behind_in_columns_and_is_an_error_in_metada
     group = Group(TICKET, Prompt(7, group.prompt.ids, "?", columns), group.trajectories)
     found = decode_group(encode_group(group, 0), TICKET, 0)
     assert found.prompt.columns == {"answer": 4} and found.trajectories[0].extras == {"f/x": 1}
-    with pytest.raises(RecordError, match="metadata of a trajectory must be JSON values"):
+    with pytest.raises(RecordError, match="metadata must be JSON values"):
         encode_group(make_group(TICKET, [5], metadata={"x": {1}}), 0)
 
 

@@ -67,10 +67,12 @@ async def test_other_lists_are_errors_of_their_completion_alone(text):
     assert (good.reward, good.turn_rewards) == (3.0, (1.0, 2.0))
 
 
-async def test_an_episode_without_replies_of_its_own_takes_no_list():
+async def test_an_episode_of_one_reply_takes_a_list_of_one():
     async with pool("per_turn") as rewards:
-        with pytest.raises(RewardError, match=r"returned \[1\] \(list\) for member 0"):
-            await rewards.score(prompt(), trajectories("[1]"))
+        [scored] = await rewards.score(prompt(), trajectories("[1]"))
+        assert (scored.reward, scored.turn_rewards) == (1.0, (1.0,))
+        with pytest.raises(RewardError, match=r"returned \[1, 2\] \(list\) for member 0"):
+            await rewards.score(prompt(), trajectories("[1, 2]"))
 
 
 def test_a_column_with_the_name_of_such_an_argument_is_refused_where_a_function_names_it():

@@ -182,6 +182,17 @@ async def test_who_waits_until_a_pinned_reader_has_left_casts_into_its_half_and_
         assert readers.asked == [(1, 1), (2, 0)] and torch.equal(readers.seen[2], case.weights())
 
 
+async def test_a_pin_that_ends_before_anybody_waits_for_it_leaves_its_half_to_the_next_step() -> None:
+    async with opened("bfloat16") as case:
+        case.readers.pinned = end = asyncio.Event()
+        await case.sink.update_weights(await case.step())
+        end.set()
+        await case.readers.wait_unread(0)
+        await case.sink.wait_writable()
+        await case.step()
+        assert case.place == 0
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 async def test_a_wait_for_a_pinned_reader_may_be_given_up(kind: str) -> None:
     async with opened(kind) as case:

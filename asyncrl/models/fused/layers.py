@@ -39,7 +39,7 @@ _KNOWN_SETTINGS = {
     "block": {"config", "hidden_size", "layer_idx", "residual_multiplier", "gradient_checkpointing"},
     "attention": {
         "config", "layer_idx", "layer_type", "attention_type", "head_dim", "hidden_size", "num_heads", "num_attention_heads",
-        "num_key_value_heads", "num_key_value_groups", "scaling", "attention_dropout", "is_causal", "sliding_window",
+        "num_key_value_heads", "num_key_value_groups", "scaling", "is_causal", "sliding_window",
         "sliding_window_pattern", "is_sliding", "attn_logit_softcapping", "use_rope",
     },
     "mlp": {"config", "hidden_size", "intermediate_size"},
