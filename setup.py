@@ -41,10 +41,7 @@ class WithExamples(build_py):
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib, "asyncrl", "examples")
-            target.mkdir(parents=True, exist_ok=True)
-            for path in sorted(Path("examples").iterdir()):
-                if path.suffix in (".py", ".yaml"):
-                    shutil.copy(path, target)
+            shutil.copytree("examples", target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.concurrency.descriptors import Reserve, descriptor_advice, lacks_descriptors
+from asyncrl.concurrency.descriptors import Reserve, descriptor_advice
 from asyncrl.concurrency.exit_deadline import run_program, start_exit_deadline
 from asyncrl.config.imports import is_interrupt, raised
 from asyncrl.distributed.launcher import Launcher, tie_to_launcher
@@ -94,21 +94,19 @@ def report_errors(start: Callable[[], int]) -> int:
     except AsyncrlError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
         notes = list(dict.fromkeys(getattr(error, "__notes__", [])))
-        if lacks_descriptors(error) and descriptor_advice() not in notes:
-            notes.append(descriptor_advice())
+        if (advice := descriptor_advice(error)) and advice not in notes:
+            notes.append(advice)
         for note in notes:
             print(f"  {note}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
-        if lacks_descriptors(error):
-            advice = descriptor_advice()
-        elif isinstance(error, BlockingIOError) or str(error) == "can't start new thread":
+        if not (advice := descriptor_advice(error)):
+            if not isinstance(error, BlockingIOError) and str(error) != "can't start new thread":
+                raise
             advice = (
                 "no more threads or processes may be started; raise the limit of this user (`ulimit -u`) or of the container "
                 "(pids.max), or end other programs"
             )
-        else:
-            raise
         print(f"asyncrl: PlatformError: {error}: {advice}", file=sys.stderr)
         return PlatformError.exit_code
     except KeyboardInterrupt:  # before `_run` handles the signals
@@ -252,7 +250,7 @@ def _end_at_once(received: signal.Signals, runtime: Runtime) -> None:
 
 @contextlib.asynccontextmanager
 async def open_ring(config: Config) -> AsyncIterator[RecordRing | None]:
-    """Open the record ring of `door.ring`, or yield None if the setting is null. At the end prints how many records remain."""
+    """Open the record ring of `door.ring`, or yield None if it is null. At the end prints how many records remain, if any."""
     from asyncrl.runtime.door import ring_of
 
     if config.door.ring is None:

@@ -146,7 +146,7 @@ class Trainer(Protocol):
     async def compute_logprobs(
         self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
     ) -> Float32Array:
-        """Log-probs [S] of the tokens with loss mask 1, at the batch's temperatures. Computes no gradient, and keeps old ones."""
+        """Log-probs [S] of the tokens with loss mask 1, at the batch's temperatures. Does not change gradients of an open step."""
         ...
 
     async def survey(self, loss: Any, batches: Sequence[Microbatch]) -> tuple[Any, list[Microbatch]]:

@@ -249,7 +249,7 @@ class Ticket:
     # The earliest turn whose weights can have sampled a token of the group. Here a turn is the training of one batch, not a reply.
     # With one optimizer step per batch a turn is a version.
     oldest: int
-    # `oldest` + max_staleness: the last turn at which the group may be trained.
+    # `oldest` + `turns_bound` (config/resolve.py): the last turn at which the group may be trained.
     deadline: int
 
 

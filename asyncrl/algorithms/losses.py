@@ -48,8 +48,8 @@ class Surrogate:
 class LossMethod(Method):
     """Base class of the losses. A subclass needs `name`, `normaliser`, `surrogate`, and a docstring with formula and paper.
 
-    Fields made by `setting` are the settings `algorithm.SECTION.*` (SECTION: by default `name`). A subclass with such fields must
-    be a frozen dataclass.
+    Fields made by `setting` are the settings `algorithm.SECTION.*`. SECTION is by default that of the base class, or else `name`. A
+    subclass with such fields must be a frozen dataclass.
     """
 
     name: ClassVar[str] = ""

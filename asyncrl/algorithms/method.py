@@ -26,7 +26,7 @@ def setting(
 
     text: the sentence for `--help`.
     choices: the allowed strings; empty: no restriction.
-    flat: the name of the keyword of `build_loss`. By default SECTION_NAME.
+    flat: the keyword argument of `build_loss` for this setting. By default SECTION_NAME.
     fixed: whether a resumed run must keep the value, because another value would change the objective.
     bounds: the value must be greater than `gt`, at least `ge`, less than `lt`, at most `le`.
     """
@@ -106,7 +106,7 @@ class Method:
 
     @property
     def on(self) -> bool:
-        """Whether a term is on. Always True if all its settings are `switches`, because then nobody reads it."""
+        """Whether a term is on. If all settings of the term are `switches`, nobody reads this property, and it is always True."""
         return True
 
     def derived(self) -> Mapping[str, Any]:

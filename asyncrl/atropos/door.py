@@ -9,8 +9,8 @@
 
 Guarantees
 * status 200: the groups are in the ring. They survive the death of this process. Each is trained once, or is dropped and counted;
-* each group waits up to `wait_s` for room in a ring; then the reply is 503, and Atropos sends the request again. Nothing is lost;
-* if a request was cut off while a group waited, or got 503, and is sent again, the groups that were accepted are skipped;
+* a request waits up to `wait_s` for room in a ring; then the reply is 503, and Atropos sends the request again. Nothing is lost;
+* if a request was cut off while a group waited, or got 503, and the same run gets it again, the accepted groups are skipped;
 * a group that cannot be trained is refused as a whole (422) with the reason; the other groups of its request are accepted;
 * a run that ends or is stopped answers 503 to waiting requests, and ends every environment server that asks for its status;
 * the next run serves an environment server that registered with an earlier run, if `door.http_key` gives both runs the same key;
@@ -113,6 +113,7 @@ class Environments:
             if len(self._all) >= MOST_ENVIRONMENTS or self._all[other].seen_at < now - FORGET_S:
                 del self._all[other]
         self._all[number] = _Environment(context * max(weight, 0.0), now)
+        self._check_all_know()
         return number, f"{fields.get('desired_name') or 'env'}_{number}"
 
     def touch(self, number: Any) -> _Environment | None:
@@ -128,12 +129,13 @@ class Environments:
         found = self.touch(number) is not None
         if found:
             del self._all[number]
+        self._check_all_know()
         return found
 
     def status(self, number: Any, version: int, held: deque[tuple[int | None, int]]) -> dict[str, Any]:
         """The reply to `/status-env`. `held`: (environment, sequences) of each accepted group that is not trained yet. A server
-        multiplies queue sizes by its group size, so they are sequences divided by the size of its largest group, or (if it
-        has none) of the largest. An unknown environment (removed, or of an earlier run) gets weight 1, as if it were alone."""
+        multiplies queue sizes by its group size. So they are sequences divided by the size of the server's largest held group;
+        if it has none, of the largest of all. An unknown environment (removed, or of an earlier run) gets weight 1, as if alone."""
         environment = self.touch(number)
         total = sum(known.weight for known in self._all.values())
         weight = 1.0 if environment is None or total <= 0 else environment.weight / total
@@ -142,8 +144,7 @@ class Environments:
         size = max(own_groups, default=largest)
         if environment is not None:
             environment.asked_status, environment.knows_over = True, self.over
-        if self.over and not self._any_unaware():
-            self._all_know_over.set()
+        self._check_all_know()
         return {
             "current_step": version,
             "queue_size": OVER if self.over else sum(sequences for _, sequences in held) // size,
@@ -157,12 +158,13 @@ class Environments:
         """Announce the end of the run. Waits until every registered environment that has ever asked for its status has got `OVER`,
         but at most `LINGER_S`, because a server that died never asks again."""
         self.over = True
-        if self._any_unaware():
-            with anyio.move_on_after(LINGER_S):
-                await self._all_know_over.wait()
+        self._check_all_know()
+        with anyio.move_on_after(LINGER_S):
+            await self._all_know_over.wait()
 
-    def _any_unaware(self) -> bool:
-        return any(known.asked_status and not known.knows_over for known in self._all.values())
+    def _check_all_know(self) -> None:
+        if self.over and all(known.knows_over or not known.asked_status for known in self._all.values()):
+            self._all_know_over.set()
 
 
 class AtroposDoor:
@@ -171,7 +173,7 @@ class AtroposDoor:
     def __init__(
         self, rings: RankRings, terms: ServedTerms, at: Address | None = None, *, wait_s: float = 240.0
     ) -> None:
-        """`wait_s`: longest wait of a group for room. Below 300 s, when Atropos repeats the request. Errors: ConfigError."""
+        """`wait_s`: longest wait of a request for room. Below 300 s, when Atropos repeats the request. Errors: ConfigError."""
         self._rings = rings
         self._terms = terms
         self._environments = Environments()

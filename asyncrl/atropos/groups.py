@@ -80,8 +80,9 @@ def decompress(body: bytes | bytearray, encoding: str) -> bytes | bytearray:
             )
     except zlib.error as error:
         raise Refused(400, f"the body is not valid gzip data: {error}") from error
-    if not decompressor.eof:
-        raise Refused(400, "the gzip body is incomplete")
+    # A second member would be lost in silence.
+    if not decompressor.eof or decompressor.unused_data:
+        raise Refused(400, "the gzip body is incomplete, or goes on after its first member; send one member")
     return decompressed
 
 
@@ -122,7 +123,7 @@ class GroupReceiver:
     """Handles requests to `/scored_data` and `/scored_data_list`. The caller closes the rings."""
 
     def __init__(self, rings: RankRings, limits: Limits, wait_s: float, touch: Callable[[int | None], object]) -> None:
-        """`wait_s`: longest wait of a group for room, in seconds. `touch`: gets the environment's number of each accepted group."""
+        """`wait_s`: longest wait of a request for room, in s. `touch`: gets the environment's number of each accepted group."""
         self._rings = rings
         self._limits = limits
         self._wait_s = wait_s
@@ -163,8 +164,9 @@ class GroupReceiver:
         try:
             # Receive before `acquire`, so that slow bodies cannot block complete bodies.
             body = await receive(request, MAX_BODY_BYTES, count)
+            deadline = anyio.current_time() + self._wait_s
             try:
-                with anyio.fail_after(self._wait_s):
+                with anyio.fail_at(deadline):
                     await self._bodies.acquire()
             except TimeoutError:
                 message = "too many requests wait for room in the ring, so no group was accepted; send again later"
@@ -179,7 +181,7 @@ class GroupReceiver:
                 # Parse one body at a time: parsing two at the same time saves no time and takes twice the memory.
                 async with self._read_lock:
                     digest, groups = await offload(read, "http-body")
-                return await self._push_all(digest, groups)
+                return await self._push_all(request, digest, groups, deadline)
             finally:
                 self._bodies.release()
         except Refused as error:
@@ -188,7 +190,9 @@ class GroupReceiver:
         finally:
             self._held_bytes -= held_bytes
 
-    async def _push_all(self, digest: bytes, groups: list[ReceivedGroup]) -> web.Response:
+    async def _push_all(
+        self, request: web.BaseRequest, digest: bytes, groups: list[ReceivedGroup], deadline: float
+    ) -> web.Response:
         """Push the groups and make the reply. `digest`: of the request's body, so that a repeated request is recognized."""
         refused: list[dict[str, Any]] = []
         # An environment server repeats an interrupted request. Skip the groups that were pushed the first time.
@@ -198,7 +202,7 @@ class GroupReceiver:
                 if index in pushed:
                     continue
                 try:
-                    obstacle = await self._push(group)
+                    obstacle = await self._push(group, deadline)
                 except (RecordError, RecordTooLarge) as error:
                     self._count_refusal(str(error))
                     refused.append({"index": index, "message": str(error)[:MAX_REASON_CHARACTERS]})
@@ -206,7 +210,8 @@ class GroupReceiver:
                 if obstacle:
                     return reply(503, status="full", message=obstacle)
                 pushed.add(index)
-            pushed = set()  # the request was not interrupted
+            if request.transport is not None and not request.transport.is_closing():
+                pushed = set()  # the request was not interrupted
         finally:  # also if the client has disconnected
             if pushed:
                 self._interrupted[digest] = pushed
@@ -218,7 +223,7 @@ class GroupReceiver:
             return reply(422, status="refused", message=message, groups_processed=accepted, refused=refused)
         return reply(200, status="received", groups_processed=accepted)
 
-    async def _push(self, group: ReceivedGroup) -> str:
+    async def _push(self, group: ReceivedGroup, deadline: float) -> str:
         """Push a group. Returns "", or the reason why the request gets status 503. Errors: RecordError, RecordTooLarge."""
         if self.ended:
             return _NO_MORE
@@ -230,7 +235,7 @@ class GroupReceiver:
         self._pushing.add(scope)
         try:
             with scope:
-                await self._rings.push(number, members, timeout=self._wait_s)
+                await self._rings.push(number, members, timeout=max(0.0, deadline - anyio.current_time()))
         except (RecordError, RecordTooLarge):  # subclasses of TransportError
             raise
         except TransportError as error:  # the ring is full, or the run has ended

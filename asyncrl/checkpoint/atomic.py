@@ -50,7 +50,11 @@ def replace_directory(new: Path, target: Path, replaced: Path) -> None:
     if not os.path.lexists(target):
         os.rename(new, target)
     elif _exchange(new, target):
-        os.rename(new, replaced)
+        try:
+            os.rename(new, replaced)
+        except OSError:
+            _exchange(new, target)
+            raise
     else:
         os.rename(target, replaced)
         try:

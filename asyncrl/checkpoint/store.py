@@ -159,8 +159,15 @@ class CheckpointStore:
         `intact`: the version of the checkpoint to resume from; None if there is none."""
         if intact is None:
             return "no earlier checkpoint here is intact; run.overwrite=true starts the run anew"
-        link = shlex.quote(str(self.directory / LATEST))
-        return f"step_{intact} is intact: run `ln -sfn step_{intact} {link}`, then resume=true continues from it"
+        latest = self.directory / LATEST
+        link = shlex.quote(str(latest))
+        # `ln` would make a link inside of a directory.
+        first = (
+            f"remove the directory {link}, which must be a link, "
+            if latest.is_dir() and not latest.is_symlink()
+            else ""
+        )
+        return f"step_{intact} is intact: {first}run `ln -sfn step_{intact} {link}`, then resume=true continues from it"
 
     def _failure(self, action: str, version: int, error: Exception) -> CheckpointError:
         free = existing = ""

@@ -1,6 +1,6 @@
 """`asyncrl bench`: runs the benchmarks, which are a separate distribution, `asyncrl-bench` (tools/bench in the repository).
 
-If this package is in a checkout, the benchmarks of that checkout win over installed ones: they match the package's code.
+If this package is in a checkout, the checkout's benchmarks, which match the package's code, win over installed ones.
 """
 
 from __future__ import annotations

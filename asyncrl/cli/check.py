@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 USAGE = """\
-asyncrl check RUN: compare the files of every checkpoint with the sizes and SHA-256 in its manifest. Prints a line for each.
+asyncrl check RUN: compare the files of each checkpoint with sizes and SHA-256 in its manifest. Prints a line per checkpoint.
 RUN is a run directory (`runs/NAME`, or NAME for short) or a checkpoint (`runs/NAME/checkpoints/step_N`). The run may be alive.
-Exit codes: 0, 5 if a checkpoint is damaged or cannot be read, 2 if there is no such run or checkpoint.
+Exit codes: 0, 5 if a checkpoint is damaged or cannot be read, 2 for wrong arguments.
 """
 INTACT, DAMAGED, REMOVED = "intact", "damaged", "removed meanwhile"
 

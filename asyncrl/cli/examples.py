@@ -15,13 +15,14 @@ USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy them into DIRE
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
-def examples() -> list[Path]:
-    """The files of the examples. Errors: FileNotFoundError where the installation has none."""
+def examples() -> tuple[Path, list[Path]]:
+    """(folder of the examples, paths of their files in it). Errors: FileNotFoundError where the installation has none."""
     folders = (PACKAGE / "examples", PACKAGE.parent / "examples")
     folder = next((folder for folder in folders if (folder / "quickstart.yaml").exists()), None)
     if folder is None:
         raise FileNotFoundError(f"this installation has no examples: neither {folders[0]} nor {folders[1]} has them")
-    return sorted(path for path in folder.iterdir() if path.suffix in (".py", ".yaml"))
+    files = (*folder.glob("*.py"), *folder.glob("*.yaml"), *folder.glob("adapters/*.py"))
+    return folder, sorted(path.relative_to(folder) for path in files)
 
 
 def first_line(path: Path) -> str:
@@ -37,23 +38,23 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return 0 if arguments[0] in ("-h", "--help") else 2
     try:
-        found = examples()
+        folder, found = examples()
         if arguments:
             target = Path(arguments[0])
-            existing = [path.name for path in found if (target / path.name).exists()]
+            existing = [str(path) for path in found if (target / path).exists()]
             if existing:
                 raise FileExistsError(
                     f"{target} has {', '.join(existing)} already; nothing was copied: choose another directory"
                 )
-            target.mkdir(parents=True, exist_ok=True)
+            (target / "adapters").mkdir(parents=True, exist_ok=True)
             for path in found:
-                shutil.copy(path, target)
+                shutil.copy(folder / path, target / path)
             print(f"copied {len(found)} files; next: asyncrl run {target / 'quickstart.yaml'}")
             return 0
     except OSError as error:
         print(f"asyncrl examples: {error}", file=sys.stderr)
         return 2
-    width = max(len(path.name) for path in found)
-    print("\n".join(f"{path.name:{width}}  {first_line(path)}" for path in found))
+    width = max(len(str(path)) for path in found)
+    print("\n".join(f"{path!s:{width}}  {first_line(folder / path)}" for path in found))
     print("\nasyncrl examples DIRECTORY copies them there")
     return 0

@@ -6,8 +6,8 @@ pid of this process. The child calls `die_with_parent(PARENT)` before anything e
 Guarantees
 * A child has a session of its own: Ctrl-C in the terminal does not reach it. It inherits only its channel, the
   descriptors in `fds`, and `output`. Its standard input is empty. It imports the same package `asyncrl` as this process.
-* On Linux a child does not outlive this process, however this process ends. When a child ends, its process group is killed. With a
-  guard (`guard.py`) every process that the child started is killed.
+* On Linux a child does not outlive this process, however this process ends. If the child ends first, its process group is killed.
+  With a guard (`guard.py`) every process that the child started is killed.
 * `kill` does not wait, is safe at any moment, and also ends a process that is stopped (SIGSTOP). `aclose` leaves no process behind,
   even if it is cancelled. A constructor that fails leaves nothing behind.
 """
@@ -38,7 +38,8 @@ from .shield import wait_shielded
 # The folder that holds the package `asyncrl`.
 _HOME = str(Path(__file__).resolve().parents[2])
 _PR_SET_PDEATHSIG = 1
-# Seconds from a guard's SIGTERM to its SIGKILL. Only a suspended guard needs more, or a guard whose child is stuck in the kernel.
+# Seconds between the SIGTERM and the SIGKILL that `kill` sends to a guard. A guard needs more if it is suspended or its child is
+# stuck in the kernel.
 GUARD_S = 10.0
 _TAIL_BYTES = 1 << 16
 _LONGEST_LINE = 500
@@ -120,7 +121,7 @@ class ChildProcess:
         return f"exited with status {code}"
 
     def processor_s(self) -> float:
-        """CPU seconds of all threads of the child, or of its guard if it has one. NaN on a platform without such a clock."""
+        """CPU seconds of all threads of the child, or of its guard if it has one. NaN after its end, and without such a clock."""
         with contextlib.suppress(OSError):
             # The id of the process's clock, as clock_getcpuclockid(3) makes it.
             return time.clock_gettime((~self.pid << 3) | 2)
@@ -135,7 +136,8 @@ class ChildProcess:
     def hang_up(self, grace_s: float) -> None:
         """Close the channel, which asks the child to end. Kill the child if it still runs after `grace_s` seconds."""
         self.channel.close()
-        self._set_timer(grace_s, self.kill)
+        if not self._killed:  # else the timer of `kill` must stay
+            self._set_timer(grace_s, self.kill)
 
     def kill(self) -> None:
         """Kill the child and close the channel. `ended` is done soon afterwards. A second call does nothing."""

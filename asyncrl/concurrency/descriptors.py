@@ -26,23 +26,20 @@ class Reserve:
             os.close(self._held.pop())
 
 
-def lacks_descriptors(error: BaseException | None) -> bool:
-    """Whether an error, or one in its chain of causes, means that the process has no free descriptor."""
+def descriptor_advice(error: BaseException | None) -> str:
+    """What the user can do if an error, or one in its chain of causes, means that no descriptor is free; "" for another error."""
     seen = set[int]()
     # The chain can be a circle: A is raised again while B is handled, and A had caused B.
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "too many open files" in str(error).lower():
-            return True
+        code, text = getattr(error, "errno", None), str(error).lower()
+        if code == errno.ENFILE or "too many open files in system" in text:
+            return "too many open files in system: its table is full (sysctl fs.file-max). End other programs, or enlarge the table"
+        if code == errno.EMFILE or "too many open files" in text:
+            return (
+                f"too many open files: all {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} descriptors of this process (ulimit -n) "
+                "are in use. Start it with more: `ulimit -n 4096`, LimitNOFILE= of a service, --ulimit nofile=4096 of a container. "
+                "If the number of open files grows with every training step, your own code does not close the files that it opens"
+            )
         error = error.__cause__ or error.__context__
-    return False
-
-
-def descriptor_advice() -> str:
-    """The text of an error message that says how to get more descriptors."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (
-        f"too many open files: all {limit} descriptors of this process (ulimit -n) are in use. Start it with more: "
-        "`ulimit -n 4096`, LimitNOFILE= of a service, --ulimit nofile=4096 of a container. If the number of open files grows with "
-        "every training step, your own code does not close the files that it opens"
-    )
+    return ""

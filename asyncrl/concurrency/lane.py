@@ -1,5 +1,5 @@
 """A lane runs closures one at a time. A `ThreadLane` runs all work of a device on one thread, except for broadcasts of weights,
-which have a lane of their own. `SimulatedLane` has no thread and serves tests and dry runs.
+which have a lane of their own. `SimulatedLane` has no thread. It serves tests and `train.kind=dry_run`.
 
     caller (loop) --run(fn)--> priority queue --> lane thread --call_soon_threadsafe, once--> caller
 
@@ -77,7 +77,7 @@ class ThreadLane:
     """A lane with a thread. Use it as `async with ThreadLane(...) as lane`. Closing runs the queued closures first.
 
     on_start: called first on the new thread, for device selection and thread counts. `async with` raises errors of `on_start`.
-    in_budget: False leaves the lane out of `busy/*` and `idle/*`, for a lane that serves a device with a lane of its own.
+    in_budget: False leaves the lane out of `busy/*` and `idle/*`, for the second lane of a device.
     close_timeout_s: seconds that closing waits for queued and running closures. Then closing raises a `LifecycleError` that names
         the running closure. The closure cannot be stopped: its daemon thread continues.
     """

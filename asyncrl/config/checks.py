@@ -52,7 +52,7 @@ SWITCHED: Mapping[str, Switch] = {
         lambda config: config.generation.placement != "shared",
     ),
     "dry_run": Switch(
-        "neither engine.kind nor train.kind is dry_run; set them",
+        "neither engine.kind nor train.kind is dry_run; set one of the two",
         is_on=lambda config: "dry_run" in (config.engine.kind, config.train.kind),
     ),
 }
@@ -331,10 +331,9 @@ def _check_parts(config: Config) -> Iterator[str]:
         yield (
             f"evaluate.temperature is {config.evaluate.temperature}; expected {LOWEST_TEMPERATURE:g} or more, or 0: greedy"
         )
-    if config.evaluate.every is not None and config.data.eval is None:
-        yield (
-            f"evaluate.every is {config.evaluate.every} but data.eval is not set; name held-out prompts or leave evaluate.every out"
-        )
+    for name in ("every", "limit"):
+        if (value := getattr(config.evaluate, name)) is not None and config.data.eval is None:
+            yield f"evaluate.{name} is {value} but data.eval is not set; name held-out prompts or leave evaluate.{name} out"
     if config.resume is True and config.run.overwrite:
         yield (
             "resume and run.overwrite are both true: resume continues the earlier run, overwrite starts a new run; choose one"
@@ -387,7 +386,7 @@ def _check_run(config: Config, own_environment: bool, own_rewards: bool) -> Iter
         yield "the run has no end: set at least one of train.max_steps, train.max_epochs, train.time_limit_s"
     if config.reroll.start_fraction < 1 and train.max_steps is None and train.max_epochs is None:
         yield (
-            f"reroll.start_fraction is {config.reroll.start_fraction}, a part of the run, but only time_limit_s ends the run; set "
+            f"reroll.start_fraction is {config.reroll.start_fraction}, a part of the run's steps, whose number is not known; set "
             "train.max_steps or train.max_epochs"
         )
     if train.schedule != "constant" and train.max_steps is None and train.max_epochs is None:
@@ -404,8 +403,8 @@ def _check_run(config: Config, own_environment: bool, own_rewards: bool) -> Iter
         return
     if config.data.train is None:
         yield (
-            "data.train is not set; expected a JSONL or parquet file or a `datasets` directory with the training "
-            "prompts, or door.ring, through which other processes bring groups"
+            "data.train is not set; expected the training prompts: a file (JSONL, JSON, CSV, parquet), a `datasets` directory, "
+            "a hub id or `file.py:function`; or door.ring, through which other processes bring groups"
         )
     if asks_once and not (config.reward.scores or own_rewards):
         yield (
@@ -424,7 +423,7 @@ def _check_generation(config: Config) -> Iterator[str]:
         if config.generation.tensor_parallel > 1:
             yield (
                 f"generation.tensor_parallel is {config.generation.tensor_parallel} but generation.engine is "
-                f"{config.generation.engine}, which runs on one device; set generation.engine=vllm, or leave tensor_parallel out"
+                f"{config.generation.engine}, and only vllm takes more; set generation.engine=vllm, or leave tensor_parallel out"
             )
         return
     if config.generation.placement == "shared":

@@ -14,12 +14,12 @@ from asyncrl.errors import ConfigError
 logger = logging.getLogger("asyncrl.config")
 
 _TIMEOUT_S = 5.0
-_CACHED_S = 30.0  # how long a result, success or failure, is cached
+_CACHED_S = 30.0  # a success or failure is cached for at most this long
 
 
 def require_hub(source: str, setting: str) -> None:
     """Refuses a `source` that cannot be loaded: it is no directory, and either no id of a model, or the hub does not answer and the
-    model was not downloaded before. Does not ask whether the hub has the model. Blocks for up to 5 s.
+    model was not downloaded before. Does not ask whether the hub has the model. Blocks like `hub_error`.
 
     Errors: ConfigError that names `setting` and the reason.
     """
@@ -44,8 +44,8 @@ def require_hub(source: str, setting: str) -> None:
 
 
 def hub_error(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """An error message if the hub does not answer and `name` was not downloaded before, else None. Blocks for up to 5 s. Returns
-    None without a request if HF_HUB_OFFLINE is set."""
+    """An error message if the hub does not answer and `name` was not downloaded before, else None. If HF_HUB_OFFLINE is set, None
+    without a request. Blocks for up to 5 s until a connection is made, and for up to 5 s until the answer."""
     from huggingface_hub import constants
 
     endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT

@@ -1,8 +1,8 @@
 """Loads user code by its address: `path/to/file.py:name` or `package.module:name`.
 
 Guarantees. A file is loaded as one module, even if another file imports it by name. No caller gets a module that is still loading,
-and a failed load leaves nothing in `sys.modules`. Every failure is one `ConfigError` with the address and the file or module that
-was searched; an error of the user's code is its `__cause__`. This module does not import torch.
+and a module whose load fails is not in `sys.modules`. Every failure is one `ConfigError` with the address and the file or module
+that was searched; an error of the user's code is its `__cause__`. This module does not import torch.
 
 Loading **runs** the user's module, so reward functions are loaded in worker processes. The process of the run loads environments,
 hooks, models and rows of data. Losses and advantages are loaded with the configuration, because they declare settings.
@@ -16,6 +16,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import signal
 import sys
 import sysconfig
@@ -57,12 +58,13 @@ def load_object(address: str) -> Any:
 
 def check_address(address: str) -> None:
     """Checks an address without running user code. Errors: `ConfigError` for a malformed address, a missing file, invalid Python,
-    or a file that does not contain the name. Of a module only the form of the address is checked."""
+    or a file whose code outside of functions lacks the name. Of a module only the form of the address is checked."""
     place, name = split_address(address)
     if not place.endswith(".py"):
         return
-    path, outer_name = Path(place).expanduser(), name.partition(".")[0]
-    if not path.is_file():
+    path, outer_name = Path(os.path.expanduser(place)), name.partition(".")[0]
+    # Unlike `Path.is_file`, False for a name that is too long.
+    if not os.path.isfile(path):
         raise ConfigError(f"there is no file {place} (of {address!r}; looked from {Path.cwd()})")
     with warnings.catch_warnings(), user_code(lambda error: ConfigError(f"cannot load {address!r}: {raised(error)}")):
         # `load_object` will show the warnings.
@@ -143,9 +145,10 @@ def is_machinery(file: str) -> bool:
 
 
 def _load_file(address: str, place: str) -> ModuleType:
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
+    path = Path(os.path.expanduser(place)).absolute()
+    if not os.path.isfile(path):
         raise ConfigError(f"cannot load {address!r}: there is no file {path}")
+    path = path.resolve()
     _append_to_path(str(path.parent))
     name = _module_name(path)
     with user_code(lambda error: ConfigError(f"cannot load {address!r}: {path} raised {raised(error)}")):
@@ -168,7 +171,10 @@ def _module_name(path: Path) -> str:
         if isinstance(origin, str) and origin.endswith(path.name) and Path(origin).resolve() == path:
             _names[path] = name
             return name
-    name = f"asyncrl_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    # A name with a dot would be a module in a package.
+    name = (
+        f"asyncrl_user_{path.stem.replace('.', '_')}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    )
     _files[name] = path
     _names[path] = name
     return name

@@ -74,6 +74,7 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     text that begins with `[` if the setting is a list. Errors: `ConfigError`.
     """
     remaining = list(arguments)
+    secret_parts = {part for field in config_fields().values() if field.secret for part in field.name.split(".")}
     while remaining:
         typed = remaining.pop(0)
         name, equals, text = typed.partition("=")
@@ -94,6 +95,9 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
                 raise ConfigError(_unknown(name, f"override {typed!r}"))
             else:
                 raise ConfigError(f"override {typed!r} has no value: write {typed} VALUE or {name}=VALUE")
+        # The text may have a secret, also under a misspelt name.
+        if any(part in typed.replace("-", "_") for part in secret_parts):
+            typed = f"{name}=..."
         yield name, _value(field, text, typed), typed
 
 
@@ -127,7 +131,7 @@ def _branch(name: str, value: Any) -> dict[str, Any]:
 
 
 def _expand(section: str, value: Any) -> Any:
-    """Expands short forms: an empty section becomes {}, and `reward: file.py:f` becomes `reward: {functions: file.py:f}`."""
+    """Expands short forms at the top level: an empty section to {}, and `reward: file.py:f` to `reward: {functions: file.py:f}`."""
     if section in sections() and value is None:
         return {}
     return {"functions": value} if section == "reward" and isinstance(value, (str, list)) else value
@@ -164,6 +168,9 @@ def _make_absolute(value: Any, name: str, folder: Path) -> Any:
     file, colon, attribute = value.rpartition(":")
     if not file.endswith(".py"):
         file, colon, attribute = value, "", ""
+    # A folder may have the name of a built-in loss, advantage or environment, whose own code is always `file.py:name`.
+    if not colon and name.startswith(("algorithm.", "rollout.")):
+        return value
     path = folder / (expand_home(file) or "")
     return os.path.normpath(path) + colon + attribute if os.path.exists(path) or parquet_shards(path) else value
 
@@ -219,7 +226,8 @@ def _error_lines(item: Mapping[str, Any], origin: Mapping[str, str], schema: typ
         hint = f"; did you mean {matches[0]}?" if matches else ""
     elif isinstance(value, (int, float)) and field is not None and field.takes("string"):
         hint = "; put it in quotes"
-    shown = "a value that is not shown" if field is not None and field.secret else _short(value)
+    is_secret = any(each.secret and f"{each.name}.".startswith(f"{name}.") for each in known.values())
+    shown = "a value that is not shown" if is_secret else _short(value)
     yield f"{name} is {shown} ({source}); expected {expected}{hint}"
 
 

@@ -110,7 +110,10 @@ class DataConfig(SettingsSection):
     @field_validator("date", mode="before")
     @classmethod
     def _day(cls, value: Any) -> Any:
-        return None if value is None else str(datetime.date.fromisoformat(str(value)))
+        try:
+            return None if value is None else str(datetime.date.fromisoformat(str(value)))
+        except ValueError:
+            raise ValueError("a date like 2026-01-31") from None
 
 
 class EngineConfig(SettingsSection):
@@ -123,7 +126,7 @@ class EngineConfig(SettingsSection):
     kv_positions: int | None = field(
         None,
         "Size of the cache in tokens. The running sequences reserve their number x the length that the longest of them can reach. "
-        "Further sequences wait. Derived: max_sequences x (longest prompt found before the run + rollout.max_tokens).",
+        "Others wait. Derived: max_sequences x (longest prompt found before the run + rollout.max_tokens), at least one row.",
         ge=1,
     )
     prefill_tokens: int = field(2048, "Limit of the prompt tokens prefilled at a time.", ge=1)

@@ -24,6 +24,11 @@ def _refuse_yes_and_no(value: Any) -> Any:
     return value
 
 
+def _inner_types(annotation: Any) -> list[Any]:
+    """The annotation and the types of its items, keys and values, at any depth."""
+    return [annotation, *(kind for argument in get_args(annotation) for kind in _inner_types(argument))]
+
+
 # Settings that may name a file or directory.
 LocalPath: TypeAlias = Annotated[str, AfterValidator(expand_home)]
 OptionalPath: TypeAlias = Annotated[str | None, AfterValidator(expand_home)]
@@ -42,11 +47,14 @@ class SettingsSection(BaseModel):
         """Accepts `ASYNC` and `one-off` for a choice, and a single item for a list. Refuses true and false for a number."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         types = (annotation, *get_args(annotation))
-        if isinstance(value, bool) and bool not in types and {int, float} & {*types}:
-            raise PydanticCustomError("number", "true or false is no number")
-        if type(value) is int and int in types:
-            if value.bit_length() > 64:
+        inner = _inner_types(annotation)
+        items = [*value.values()] if isinstance(value, dict) else value
+        for item in items if isinstance(items, (list, tuple)) else [items]:
+            if isinstance(item, bool) and bool not in inner and (int in inner or float in inner):
+                raise PydanticCustomError("number" if item is value else "value_error", "a number, not true or false")
+            if type(item) is int and item.bit_length() > 64 and int in inner:
                 raise ValueError("an integer of at most 64 bits")
+        if type(value) is int and int in types:
             return value
         if isinstance(value, (str, int, float, dict)) and any(get_origin(kind) is tuple for kind in types):
             return (value,)

@@ -7,6 +7,7 @@ text. A repeated key is an error.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,7 +51,7 @@ def parse_value(text: str) -> Any:
     """Parses one value. Errors: ValueError with the parser's message."""
     try:
         return _yaml().load(text)
-    except (YAMLError, ValueError) as error:
+    except (YAMLError, ValueError, RecursionError) as error:
         raise ValueError(_problem(error)) from error
 
 
@@ -62,7 +63,7 @@ def parse_file(text: str, source: str) -> tuple[Any, dict[str, int]]:
         lines = dict(_lines(node, source))
         # Not `load`, which would scan and parse the text again.
         return yaml.constructor.construct_document(node) if node is not None else None, lines
-    except (YAMLError, ValueError) as error:
+    except (YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = source if mark is None else f"{source} line {mark.line + 1} column {mark.column + 1}"
         raise ConfigError(f"{where} is not valid YAML: {_problem(error)}") from error
@@ -82,11 +83,12 @@ def one_line(value: Any) -> str:
     return dump(value).removesuffix("\n").removesuffix("\n...").replace("\n", "; ")
 
 
-def _problem(error: YAMLError | ValueError) -> str:
-    """The parser's message in one line, without its excerpt of the text."""
+def _problem(error: YAMLError | ValueError | RecursionError) -> str:
+    """The parser's message in one line, without its excerpt of the text, and without values, which may be secret."""
     if not isinstance(error, MarkedYAMLError) or error.problem is None:
         return " ".join(str(error).split())
-    text, start = error.problem, error.context_mark
+    text = re.sub(r"(?s)( alias| tag| tag handle) '.*| with value .*", r"\1", error.problem)
+    start = error.context_mark
     if error.context and start is not None and start.line != (error.problem_mark or start).line:
         text = f"{error.context} that begins on line {start.line + 1}, {text}"
     elif error.context:

@@ -8,7 +8,7 @@ alike, the history of branches. A shared token is forwarded once. Each inner nod
 not shared:
 
 * A node is not cut for less than `_MIN_CUT` tokens, except at the end of the prompt or of a row.
-* Rows of different groups share `_MAX_UNSHARED` or fewer tokens only if otherwise TRL's trie of these rows would be smaller.
+* Rows of different groups do not share `_MAX_UNSHARED` or fewer tokens, unless TRL's trie of these rows would then be smaller.
 
 Even so, fewer tokens are forwarded than by TRL's `TreeRow` (trl/experimental/async_grpo/packing.py). That trie has one token more
 for each fork, and has the last token of each row. Here a text ends before its last scored token, because that token is only a
@@ -22,7 +22,7 @@ may choose another expert. A shared token gets the routes of the first row that 
 
 Groups are packed in the given order, members with the most tokens first. A new microbatch is opened when the token budget is full.
 A row is never split, because some losses need all tokens of a sequence at once. A row that is longer than the budget gets a
-microbatch of its own. The gradient does not depend on the assignment of rows to microbatches.
+microbatch that only rows without further tokens join. Except with `bnpo`, the gradient does not depend on which rows share one.
 
 Shapes: T packed tokens, S scored tokens, s scored tokens of one trajectory, G members of a group, L tokens of a trajectory.
 """

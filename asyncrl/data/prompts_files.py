@@ -106,7 +106,7 @@ def open_rows(file: str | os.PathLike[str]) -> PromptRows:
 
     Errors: `DataError` that names the path, what was found and what is expected.
     """
-    path = Path(file).expanduser()
+    path = Path(os.path.expanduser(file))
     suffix = path.suffix.lower()
     try:
         if path.is_dir():
@@ -132,7 +132,7 @@ def open_rows(file: str | os.PathLike[str]) -> PromptRows:
 
 def is_local(source: str | os.PathLike[str]) -> bool:
     """Whether there is a file, a directory or shards for `open_rows` at this path, readable or not."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     return os.path.exists(path) or bool(parquet_shards(path))
 
 
@@ -142,8 +142,19 @@ def digest(rows: PromptRows, column: str) -> int:
     count = len(rows)
     check = zlib.crc32(str(count).encode())
     for index in sorted({k * (count - 1) // 63 for k in range(64)}) if count else ():
-        check = zlib.crc32(repr(rows[index].get(column, rows[index])).encode(), check)
+        check = zlib.crc32(repr(_without_sets(rows[index].get(column, rows[index]))).encode(), check)
     return check
+
+
+def _without_sets(value: Any) -> Any:
+    """The value with sorted lists in place of sets, but not of numbers: the order of a set of texts depends on PYTHONHASHSEED."""
+    if type(value) is dict:
+        return {key: _without_sets(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_sets, value))
+    if isinstance(value, (set, frozenset)) and not all(isinstance(item, (int, float)) for item in value):
+        return sorted(repr(_without_sets(item)) for item in value)
+    return value
 
 
 def _check_shards(files: Sequence[Path], source: str) -> None:

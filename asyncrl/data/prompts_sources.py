@@ -174,7 +174,7 @@ def _call_user(call: Callable[[], T], source: str) -> T:
 
 
 def require_data_hub(source: str) -> None:
-    """Errors: `DataError` if `datasets` is missing, or the hub cannot be reached and no copy is cached. Blocks for up to 5 s."""
+    """Errors: `DataError` if `datasets` is missing, or the hub cannot be reached and no copy is cached. Blocks like `hub_error`."""
     name = source.split(":")[0]
     prefix = _NO_FILE_MESSAGE.format(name, Path.cwd())
     if not installed("datasets"):

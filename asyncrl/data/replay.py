@@ -1,14 +1,14 @@
 """The replay buffer keeps groups with a strong learning signal, to replace groups without a signal in later steps.
 
-    priority of a group = sum |advantage| x sum over reward components of std(component), both over the members
+    priority of a group = (sum of |advantage| over the members) x (sum of std over the members, over the reward components)
 
 Guarantees
 * A group of priority 0 is not stored. The buffer holds at most `max_groups` groups. A full buffer replaces its group of the
   lowest priority, and only by a group of a higher priority.
 * `draw` returns a group with the tokens, log-probs and versions of its sampling. The trainer computes old log-probs and importance
   ratios of a replayed group anew.
-* `draw` removes groups with a token that is more than `max_age` versions old.
-* A draw depends only on the seed, the key and the groups in the buffer. So a resumed run draws the same groups.
+* `draw` removes groups with a token that is more than `max_age` versions old. If no version is known, it is -1 here.
+* A draw depends only on its arguments, the seed and the groups in the buffer. So a resumed run draws the same groups.
 
 Texts and columns of a group are not kept, because training does not need them.
 Call the methods on the thread of the event loop; none awaits. The function `encode` is slow: call it on another thread. `load` is
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ class ReplayBuffer:
     def __init__(self, max_groups: int, max_age: int, seed: int = 0) -> None:
         """`max_age`: largest age, in policy versions, of the oldest token of a group that is drawn."""
         self._max_groups, self._max_age, self._seed = max_groups, max_age, seed
-        self._stored: dict[int, BufferedGroup] = {}  # by group id, oldest first
+        self._stored: dict[int, BufferedGroup] = {}  # by group id, the first stored first
         self.evicted = 0  # groups removed because they were too old
 
     def __len__(self) -> int:
@@ -86,14 +86,18 @@ class ReplayBuffer:
         self._stored[group.group_id] = BufferedGroup(_stripped(group), value)
         return True
 
+    def remove(self, group_ids: Iterable[int]) -> None:
+        """Remove groups. Ids that the buffer lacks have no effect."""
+        for group_id in group_ids:
+            self._stored.pop(group_id, None)
+
     def draw(self, version: int, key: Sequence[int], without: Collection[int] = ()) -> Group | None:
         """A random group, weighted by priority, without tokens too old for training at `version`. The group stays in the buffer.
 
         `key`: integers >= 0, different for each draw. `without`: group ids that are not drawn. Returns None if no group is left.
         """
         old = [g for g, stored in self._stored.items() if version - stored.group.oldest_version > self._max_age]
-        for group_id in old:
-            del self._stored[group_id]
+        self.remove(old)
         self.evicted += len(old)
         candidates = [stored for group_id, stored in self._stored.items() if group_id not in without]
         if not candidates:
@@ -132,12 +136,8 @@ def decode(state: Mapping[str, Any]) -> list[BufferedGroup]:
 
 def _encode_group(stored: BufferedGroup) -> str:
     group, ticket = stored.group, stored.group.ticket
-    kept = {
-        "oldest": ticket.oldest,
-        "deadline": ticket.deadline,
-        "epoch": group.prompt.epoch,
-        "priority": stored.priority,
-    }
+    kept: dict[str, Any] = {"oldest": ticket.oldest, "deadline": ticket.deadline}
+    kept |= {"epoch": group.prompt.epoch, "priority": stored.priority}
     record = plan(draft_of(group.group_id, group.trajectories, 0, kept)).record()
     return base64.b64encode(zlib.compress(record, 1)).decode()
 

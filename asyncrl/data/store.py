@@ -54,7 +54,7 @@ Column: TypeAlias = Sequence[Any] | npt.NDArray[Any]  # one value per member
 
 
 class Lease(Protocol):
-    """The right to read memory of its owner, the lender, such as a ring. Arrays of rows may be views of this memory."""
+    """The right to read memory that belongs to a lender, such as a ring. Arrays of rows may be views of this memory."""
 
     def release(self) -> None:
         """Give the memory back to the lender. The store calls this after it has cleared the rows. A second call does nothing."""

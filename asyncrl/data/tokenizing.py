@@ -45,7 +45,7 @@ NOTES = {
         "end with a message of the assistant, which completions continue; if this message is the answer, remove it"
     ),
     "tools": (
-        "have a column `tools` that is no list of tool schemas or that the chat template never reads: the model gets no tools"
+        "have a column `tools` that is no list of tool schemas or that the chat template never reads: the model does not get it"
     ),
     "images": "have a column of images, audio or video: the model gets the text alone",
 }
@@ -60,7 +60,7 @@ def read_prompt(prompt: Any, config: DataConfig) -> Any:
         return prompt
     try:
         messages = json.loads(prompt)
-    except ValueError:
+    except (ValueError, RecursionError):
         return prompt
     return messages if messages and isinstance(messages, list) and all(map(_is_message, messages)) else prompt
 
@@ -257,8 +257,10 @@ class PromptEncoder:
             schemas = _tool_schemas(tools)
             if schemas is None or "tools" not in self._words:
                 self.notes["tools"] += 1
-            elif schemas:
-                arguments["tools"] = schemas
+            else:
+                # Some templates write an introduction of tools for an empty list, but not without the argument.
+                arguments.pop("tools", None)
+                arguments |= {"tools": schemas} if schemas else {}
         return arguments
 
     def _check_argument(self, name: str, owner_has: str) -> None:

@@ -350,6 +350,7 @@ class LineServer(_End):
             transmit = lambda frames: self._send([identity, *frames])  # noqa: E731
             exchange = self._peers[peer] = Exchange(self.name, peer, session, self._handlers, transmit)
             self.machines[peer] = hello["machine"]
+            self._left.discard(peer)
         exchange.connection, exchange.down_since = connection, None
         # The earlier connection with this descriptor has ended.
         earlier_peer = self._greeted.get(connection)

@@ -125,7 +125,7 @@ class LedgerServer:
         return self.state(rank), ()
 
     def notify_claimants(self) -> None:
-        """After a change: end the pause of all refused ranks if the step is full, else (`trainers`) of those that get a place."""
+        """After a change, end the pause of refused ranks: of all in a full step, else (`trainers`) of those that get a place."""
         books = self.ledger.books
         if self._refused:
             for rank in self._refused.intersection(self._refused if books.step_complete() else books.claimants()):

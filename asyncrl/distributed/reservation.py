@@ -334,7 +334,7 @@ class Reservation:
 
     def arrive(self, ticket: Ticket, sender: int, rank: int) -> bool:
         """Move the group from `sender` to `rank`. Returns False if `sender` no longer has the group. A repeated call has
-        the same result. Errors: LedgerError if `sender` is lost."""
+        the same result while the group is live. Errors: LedgerError if `sender` is lost."""
         self._check_not_lost(sender)
         entry = self.entries.get(ticket.group_id)
         if entry is None or entry.ticket != ticket or entry.rank not in (sender, rank):
@@ -344,8 +344,8 @@ class Reservation:
         return True
 
     def claimants(self) -> list[int]:
-        """The training ranks whose next claim succeeds: among those with a group that may have a place, the ranks with the fewest
-        tokens in the open step."""
+        """The training ranks whose next claim succeeds unless the step is full. Each has a group that may get a place. No other
+        rank with such a group has fewer tokens in the open step."""
         possible = {deadline for deadline in self._live if self.trainers and self._may_claim(deadline)}
         able = [rank for rank, arrived in self._arrived.items() if not possible.isdisjoint(arrived)]
         fewest = min(map(self._in_step.__getitem__, able), default=0)
@@ -418,7 +418,7 @@ class Reservation:
         return tickets
 
     def release(self, turn: int, rank: int = 0) -> bool:
-        """The engines of `rank` have the weights of `turn + 1`. Returns whether slots became free."""
+        """The engines of `rank` have the weights of `turn + 1`. Returns whether slots became free or `a` rose."""
         if not self.has_engine(rank):
             return False
         if not self.acknowledged[rank] <= turn < self.turn:
@@ -426,8 +426,8 @@ class Reservation:
                 f"turn {turn} was released by rank {rank}, which has acknowledged {self.acknowledged[rank]}; the "
                 f"ledger is at {self.turn}: a step is released once, after its commit"
             )
-        self.acknowledged[rank] = turn + 1
-        return self._free_slots()
+        before, self.acknowledged[rank] = self.acknowledged_turn(), turn + 1
+        return self._free_slots() or self.acknowledged_turn() > before
 
     def _free_slots(self) -> bool:
         released = [t for t in self.held if t < self.acknowledged_turn()]
@@ -444,7 +444,7 @@ class Reservation:
         for ticket in lost:
             self.end(ticket, "dropped")
         self.acknowledged[rank] = _NO_ENGINE
-        # Exhausted, unless no rank is left to play these groups again: a last, partial step without them must not begin.
+        # If no other rank can play these groups again, the flag stays: a last, partial step without them must not begin.
         self.exhausted[rank] |= any(map(self.has_engine, range(len(self.acknowledged))))
         self._free_slots()
         return [ticket.group_id for ticket in lost]

@@ -134,14 +134,14 @@ class World(RankInfo, Collectives):
         self._opened = True
         # Off: torch's own handling of a failed nccl collective would end the process by SIGABRT, without a checkpoint.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        if self.world_size == 1:
-            # If the program has already created a process group, use that group.
-            if single_rank_group and not dist.is_initialized():
-                World._owner = self
-                self._init_group(dist.HashStore(), device)
-            return self
-        World._owner = self
         try:
+            if self.world_size == 1:
+                # If the program has already created a process group, use that group.
+                if single_rank_group and not dist.is_initialized():
+                    World._owner = self
+                    self._init_group(dist.HashStore(), device)
+                return self
+            World._owner = self
             self._met = meet(self, timeout_s)
             self.notes += self._met.notes
             self._require_same_roles(self._met)
@@ -150,7 +150,10 @@ class World(RankInfo, Collectives):
                 raise RuntimeError("this rank was stopped while it waited for the others")
             self._init_group(dist.PrefixStore("group", self._met.store), device)
             self._make_groups()
-        except (dist.DistError, RuntimeError, OSError) as exc:
+        except BaseException as exc:
+            self.close(failed=True)  # after an error no `__exit__` follows
+            if self.world_size == 1 or not isinstance(exc, (dist.DistError, RuntimeError, OSError)):
+                raise
             raise PlatformError(
                 f"rank {self.rank} of {self.world_size} could not join the others at {self.master_addr}:{self.master_port}: {exc}"
             ) from exc

@@ -10,7 +10,7 @@ Guarantees
 * a key gives access to at most one episode. The end of the episode cancels its requests; later requests get status 401;
 * if a client disconnects, its request is cancelled. A choice that is not sampled yet leaves no tokens in the trajectory;
 * a sampled answer that was not delivered is kept for a retry. The next request with the same key, path and body gets this answer,
-  and the trajectory has it once. At the end of the episode, answers that no client got are removed from the trajectory;
+  and the trajectory has it once. The end of the episode removes answers that no client got and no request continued;
 * after the delivery an equal request samples a new answer, unless its header `x-stainless-retry-count` says that it is a retry;
 * a parameter that has no effect is refused by its name, or is documented as ignored.
 """
@@ -136,20 +136,28 @@ class Endpoint:
         opened, _ = self._keys.find(request)
         if len(opened.requests) >= MOST_REQUESTS:
             raise Refused(429, f"{MOST_REQUESTS} requests with this key are open; wait for an answer")
-        with anyio.CancelScope() as scope:
+        stream, refused = web.StreamResponse(headers=_STREAM), Refused(401, ENDED)
+        with anyio.CancelScope() as scope:  # `end` cancels the scope
             opened.requests.add(scope)
             try:
                 body = await self._receive(request)
                 session = opened.session or self._untrained_session()
                 ask = self._read(route.body, body, session)
                 digest = hashlib.blake2b(path.encode() + body, digest_size=16).digest()
-                return await self._deliver(route, ask, request, opened, session, digest)
+                return await self._deliver(route, ask, request, opened, session, digest, stream)
+            except Refused as error:
+                refused = error
             except anyio.get_cancelled_exc_class():
                 self._count("endpoint/cancelled", 1)
                 raise
             finally:
                 opened.requests.discard(scope)
-        raise Refused(401, ENDED)  # `end` has cancelled the scope
+        # If a stream has begun, the reason is its last event. `_send` has closed a connection that got a part of an answer.
+        if not stream.prepared or request.transport is None or request.transport.is_closing():
+            raise refused
+        self._count("endpoint/refused", 1)
+        await _send(request, stream, event(_error(refused, request), "error"))
+        return stream
 
     async def _receive(self, request: web.BaseRequest) -> bytearray:
         held = 0
@@ -185,7 +193,14 @@ class Endpoint:
         return ask
 
     async def _deliver(
-        self, route: Route, ask: Ask, request: web.BaseRequest, opened: OpenKey, session: Session, digest: bytes
+        self,
+        route: Route,
+        ask: Ask,
+        request: web.BaseRequest,
+        opened: OpenKey,
+        session: Session,
+        digest: bytes,
+        stream: web.StreamResponse,
     ) -> web.StreamResponse:
         """Send the answer. Sample only choices that an undelivered answer to an equal request lacks. Keep undelivered choices."""
         undelivered = opened.undelivered.get(digest)
@@ -196,27 +211,28 @@ class Endpoint:
             answers = delivered
         if answers:
             self._count("endpoint/retries", 1)
-        stream = web.StreamResponse(headers=_STREAM)
+        opened.answering[id(answers)] = answers, None
         try:
             if ask.stream and route.events is not None:
                 async with plain_task_group() as tasks:
                     tasks.start_soon(self._keep_alive, request, stream)
                     choices = await self._choices(ask, session, opened, answers)
                     tasks.cancel_scope.cancel()
-                response: web.StreamResponse = stream
-                await _send(request, stream, b"".join(route.events(ask, choices, self._model)))
+                response, data = stream, b"".join(route.events(ask, choices, self._model))
             else:
                 choices = await self._choices(ask, session, opened, answers)
-                response = _json(route.reply(ask, choices, self._model))
-                await _send(request, response)
-        except BaseException as error:
+                response, data = _json(route.reply(ask, choices, self._model)), b""
+            opened.answering[id(answers)] = answers, request.transport
+            await _send(request, response, data)
+        except BaseException:
             if answers:
                 opened.undelivered.setdefault(digest, []).append(answers)
-            if not (isinstance(error, Refused) and stream.prepared):
-                raise
-            self._count("endpoint/refused", 1)
-            await _send(request, stream, event(_error(error, request), "error"))
-            return stream
+                # A key of no episode lasts as long as the run. The session of an episode forgets these answers at its end.
+                if opened.session is None and len(opened.undelivered) > _MOST_DELIVERED:
+                    del opened.undelivered[next(iter(opened.undelivered))]
+            raise
+        finally:
+            del opened.answering[id(answers)]
         opened.delivered[digest] = answers
         if len(opened.delivered) > _MOST_DELIVERED:
             opened.delivered.popitem(last=False)
@@ -232,7 +248,6 @@ class Endpoint:
     async def _choices(self, ask: Ask, session: Session, opened: OpenKey, answers: Answers) -> list[ChatAnswer]:
         """All choices in order. Samples the choices that `answers` lacks, and adds them to `answers`. Errors: Refused."""
         branch = opened.branch
-        opened.answering.append(answers)
         try:
             prompts = [
                 session.format.encode(each) if isinstance(each, str) else np.array(each, np.int32)
@@ -261,8 +276,6 @@ class Endpoint:
         except Exception as error:
             log.exception("a request of an agent failed")
             raise Refused(500, f"{type(error).__name__}: {error}") from None
-        finally:
-            opened.answering = [other for other in opened.answering if other is not answers]
         return [answers[number] for number in sorted(answers)]
 
     async def _top_tokens(self, ask: Ask, prompt_ids: Int32Array) -> Sequence[tuple[int, float]]:
@@ -298,9 +311,12 @@ async def _send(request: web.BaseRequest, response: web.StreamResponse, data: by
         with anyio.fail_after(SEND_S):
             await response.prepare(request)
             await response.write_eof(data)
-    except TimeoutError:
+    except (TimeoutError, anyio.get_cancelled_exc_class()) as error:
+        # The client shall not get the rest of an answer that is offered again, or is no part of the trajectory.
         if request.transport is not None:
             request.transport.abort()
+        if not isinstance(error, TimeoutError):
+            raise
         raise ConnectionResetError(f"the client did not read its answer for {SEND_S:g} s") from None
     if request.transport is None or request.transport.is_closing():
         raise ConnectionResetError("the client has disconnected")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import secrets
@@ -34,8 +35,8 @@ class OpenKey:
     session: Session | None
     branch: str
     requests: set[anyio.CancelScope] = field(default_factory=set)  # scopes of the running requests
-    # Answers whose choices are being sampled.
-    answering: list[Answers] = field(default_factory=list)
+    # Answers that are being sampled or sent, by their ids. The connection is None before they are sent.
+    answering: dict[int, tuple[Answers, asyncio.Transport | None]] = field(default_factory=dict)
     # Sampled answers that no client got, by the digest of the request's path and body.
     undelivered: dict[bytes, list[Answers]] = field(default_factory=dict)
     delivered: OrderedDict[bytes, Answers] = field(default_factory=OrderedDict)  # sent answers, the oldest first
@@ -68,7 +69,13 @@ class EpisodeKeys(Access):
             del self._open[number]
             for scope in list(opened.requests):
                 scope.cancel()
-            for answers in [*opened.answering, *chain(*opened.undelivered.values())]:
+            # A client may have got all of an answer before the request that sends it goes on: then nothing is left to write.
+            unsent = [
+                each
+                for each, to in opened.answering.values()
+                if not to or to.is_closing() or to.get_write_buffer_size()
+            ]
+            for answers in [*unsent, *chain(*opened.undelivered.values())]:
                 for answer in answers.values():
                     session.forget(answer.generation)
 

@@ -146,7 +146,7 @@ def messages_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[
         "model": model,
         "content": content,
         "stop_reason": "stop_sequence" if stop is not None and reason == "end_turn" else reason,
-        "stop_sequence": stop,
+        "stop_sequence": stop if reason == "end_turn" else None,
         "usage": {"input_tokens": choice.prompt_ids.size, "output_tokens": choice.generation.token_ids.size},
         **tokens_of(ask, choice),
     }

@@ -25,14 +25,17 @@ from typing import Any
 from asyncrl.errors import DataError
 from asyncrl.records.check import check_json
 
-_VALUE = r"\s*(.*?)\s*"
+# No `\s*` around it: the time for a call that is not closed would grow with the cube of its white space.
+_VALUE = "(.*?)"
 _BLOCK = re.compile(rf"<tool_call>{_VALUE}</tool_call>", re.DOTALL)
 _FUNCTION = re.compile(
-    rf"(?:<function={_VALUE}>|<(?:\w+:)?invoke name=\"{_VALUE}\">)(.*)</(?:function|(?:\w+:)?invoke)>", re.DOTALL
+    r"(?:<function=\s*([\w.-]+)\s*>|<(?:\w+:)?invoke name=\"\s*([\w.-]+)\s*\">)(.*)</(?:function|(?:\w+:)?invoke)>",
+    re.DOTALL,
 )
+_NEXT_FUNCTION = re.compile(r"(?:(?<=</function>)|(?<=invoke>))\s*(?=<function=|<(?:\w+:)?invoke name=)")
 _PARAMETER = re.compile(
-    r"<(?:\w+:)?parameter(?:=| name=\")(.*?)\"?>\n?(.*?)\n?</(?:\w+:)?parameter>|"
-    r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+    r"(<(?:\w+:)?parameter(?:=| name=\"))([^<>]*?)\"?>\n?((?:(?!\1).)*?)\n?</(?:\w+:)?parameter>|"
+    r"<arg_key>([^<>]*)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>",
     re.DOTALL,
 )
 _INVOKE = re.compile(r"<(?:\w+:)?invoke name=.*?</(?:\w+:)?invoke>", re.DOTALL)
@@ -51,8 +54,8 @@ _MISTRAL = re.compile(
     r"\[TOOL_CALLS\]\s*(?:([\w.-]+)(?:\[ARGS\])?\s*)?([\[{].*?[\]}])\s*(?=\[TOOL_CALLS\]|\Z)", re.DOTALL
 )
 _CHANNEL = re.compile(
-    r"(?:<\|start\|>assistant)?(?: to=functions\.([\w.-]+))?<\|channel\|>(\w+)(?: to=functions\.([\w.-]+))?"
-    r"[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
+    r"(.*?)(?:(?:<\|start\|>assistant)?(?: to=functions\.([\w.-]+))?<\|channel\|>(\w+)(?: to=functions\.([\w.-]+))?"
+    r"[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)|\Z)",
     re.DOTALL,
 )
 # Tokens that a model writes around all its calls. They are removed if at least one call was read.
@@ -107,33 +110,47 @@ def _channels(text: str) -> tuple[str, str, list[Call], int]:
     calls: list[Call] = []
     unread = 0
     for message in _CHANNEL.finditer(text):
-        name = message[1] or message[3]
+        outside, name = message[1], message[2] or message[4]
+        # The prompt may end within the analysis, and then the text before the first channel is a thought.
+        if message[3] and "<|end|>" in outside:
+            thought, _, outside = outside.rpartition("<|end|>")
+            thoughts.append(thought)
+        contents.append(outside)
         if name:
-            found = _checked_call(name, message[4])
+            found = _checked_call(name, message[5])
             calls += found
             unread += not found
-            contents += [] if found else [message[0]]
-        else:
-            (thoughts if message[2] == "analysis" else contents).append(message[4])
+            contents += [] if found else [message[0].removeprefix(message[1])]
+        elif message[3]:
+            (thoughts if message[3] == "analysis" else contents).append(message[5])
     return "\n".join(thoughts).strip(), "".join(contents), calls, unread
 
 
 def _from_block(body: str, tools: Sequence[Any]) -> list[Call]:
-    """The calls in a block: calls in JSON, or one call with its arguments in tags. None of them if one cannot be read."""
+    """The calls in a block: in JSON, or with their arguments in tags. None of them if one cannot be read."""
+    body = body.strip()
     if body.startswith(("{", "[")):
         return _from_json(body)
-    function = _FUNCTION.fullmatch(body.strip())
-    name = (function[1] or function[2]) if function else body.partition("<arg_key>")[0].strip()
-    if not re.fullmatch(r"[\w.-]+", name or ""):
-        return []
-    schema: Any = next((tool for tool in tools if name_of(tool) == name), {})
-    properties = ((schema.get("function") or schema).get("parameters") or {}).get("properties") or {}
-    arguments = {}
-    for match in _PARAMETER.finditer(function[3] if function else body):
-        key, value = (match[1], match[2]) if match[1] is not None else (match[3].strip(), match[4])
-        is_text = isinstance(properties.get(key), Mapping) and properties[key].get("type") == "string"
-        arguments[key] = value if is_text else _decoded(value, value)
-    return _checked_call(name, json.dumps(arguments))
+    calls: list[Call] = []
+    for part in _NEXT_FUNCTION.split(body):
+        function = _FUNCTION.fullmatch(part)
+        name, mark, rest = part.partition("<arg_key>")
+        name, inside = (function[1] or function[2], function[3]) if function else (name.strip(), mark + rest)
+        # Text between the arguments comes from a tag that is not closed or has no value.
+        if not re.fullmatch(r"[\w.-]+", name) or _PARAMETER.sub("", inside).strip():
+            return []
+        schema: Any = next((tool for tool in tools if name_of(tool) == name), {})
+        properties = ((schema.get("function") or schema).get("parameters") or {}).get("properties") or {}
+        arguments = {}
+        for match in _PARAMETER.finditer(inside):
+            key, value = (match[2], match[3]) if match[1] else (match[4].strip(), match[5])
+            is_text = isinstance(properties.get(key), Mapping) and properties[key].get("type") == "string"
+            arguments[key] = value if is_text else _decoded(value, value)
+        found = _checked_call(name, json.dumps(arguments))
+        if not found:
+            return []
+        calls += found
+    return calls
 
 
 def _from_json(written: Any) -> list[Call]:
@@ -155,7 +172,7 @@ def _from_json(written: Any) -> list[Call]:
 
 def _checked_call(name: str, arguments: str) -> list[Call]:
     """One call. An empty list if the name is empty, or if the arguments are not a JSON object that UTF-8 can hold."""
-    decoded = _decoded(arguments or "{}", None)
+    name, decoded = name.strip(), _decoded(arguments.strip() or "{}", None)
     if not isinstance(decoded, dict) or not name:
         return []
     try:
@@ -169,15 +186,17 @@ def _checked_call(name: str, arguments: str) -> list[Call]:
 def _from_python(text: str) -> list[Call]:
     """The calls in Python's syntax: one call or a list of calls. Arguments are literals, passed by name."""
     try:
-        written = ast.parse(text, mode="eval").body
-        found = written.elts if isinstance(written, ast.List) else [written]
+        written = ast.parse(text.strip(), mode="eval").body
         calls = []
-        for call in found:
+        for call in written.elts if isinstance(written, ast.List) else [written]:
             # A positional argument has no name, and neither has `**mapping`.
             if not isinstance(call, ast.Call) or call.args or not all(each.arg for each in call.keywords):
                 return []
             arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-            calls += _checked_call(ast.unparse(call.func), json.dumps(arguments))
+            found = _checked_call(ast.unparse(call.func), json.dumps(arguments))
+            if not found:
+                return []
+            calls += found
         return calls
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []

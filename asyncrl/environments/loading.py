@@ -51,9 +51,11 @@ def find_environment(address: str) -> Any:
         return check_episode(factory, name)
     if not callable(factory):
         raise ConfigError(f"{name} is of type {type(factory).__name__}; expected a coroutine function or a class")
-    missing = [
-        p.name for p in inspect.signature(factory).parameters.values() if _is_required(p) and p.name not in _AVAILABLE
-    ]
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}; expected a coroutine function or a class with a signature") from error
+    missing = [p.name for p in parameters if _is_required(p) and p.name not in _AVAILABLE]
     if {"task", "policy"} <= set(missing):
         raise ConfigError(f"{name} is not a coroutine function; write `async def episode(task, policy)`")
     if missing:

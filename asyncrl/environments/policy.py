@@ -111,7 +111,8 @@ class AgentPolicy:
         """A policy for a sub-agent or a parallel try, with random numbers of its own. The tokens belong to this episode. `name`:
         only needed if the calls of `branch` may come in another order when the episode is played again."""
         self._branches += name is None
-        return AgentPolicy(self._session, f"{self._branch}/{self._branches if name is None else name}")
+        # A name has quotation marks, so it equals no number and no path of other branches.
+        return AgentPolicy(self._session, f"{self._branch}/{self._branches if name is None else repr(str(name))}")
 
     def note(self, name: str, value: float) -> None:
         """Record a number of this episode, which replaces an earlier number of this name. The metric `own/NAME` of a step is the
@@ -120,7 +121,7 @@ class AgentPolicy:
 
     @property
     def version(self) -> int:
-        """The current policy version of the run: the number of optimizer steps. A step without scored tokens counts, too."""
+        """The current policy version of the run: the number of optimizer steps. A step whose loss has no tokens counts, too."""
         return self._session.agents.version()
 
     @property

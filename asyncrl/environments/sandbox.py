@@ -3,8 +3,8 @@
     async with Sandbox() as sandbox:
         reply = await policy.chat(messages, tools=[sandbox.python])
 
-The process starts when the `async with` block begins, so it is ready before the policy has written its first call. It ends with the
-block, and after a call that was cancelled, ran too long or printed too much. `jail.py` is the process, and says what code sees.
+The process starts with the `async with` block, to be ready for the policy's first call. It ends with the block, and after a call
+that was cancelled, ran too long or printed too much (`keep_state=False`: after each call). `jail.py` says what the code sees.
 
 Linux namespaces isolate the process, so a bug of the kernel is a way out. The code can read files in the folders of Python and
 below /usr. All processes of a sandbox together may use `processes` times `memory_mib` of memory, its files `memory_mib` more.
@@ -24,7 +24,7 @@ from typing import ClassVar, Self
 import anyio
 
 from asyncrl.concurrency.shield import wait_shielded
-from asyncrl.errors import PlatformError
+from asyncrl.errors import LifecycleError, PlatformError
 
 from . import jail
 
@@ -58,21 +58,23 @@ class Sandbox:
         self._limits = (str(memory_mib << 20), str(processes))
         self._lock = asyncio.Lock()
         self._connection: socket.socket | None = None
-        self._ready = False
+        self._open = self._ready = False
 
     async def __aenter__(self) -> Self:
         """Errors: `PlatformError` if this machine allows no sandbox, for example no namespaces of ordinary users."""
+        self._open = True
         try:
             connection = self._start()
             # If the machine allows no sandbox, raise here: an error in a call would become a text for the policy.
             if not Sandbox._proved:
                 await self._wait_ready(connection)
         except BaseException:
-            await self._end()
+            await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self._open = False
         await self._end()
 
     async def python(self, code: str) -> str:
@@ -108,7 +110,8 @@ class Sandbox:
                 output += piece
         except ConnectionError:
             return f"{_text(output)}\n[the Python process ended; {_LOST}]", False
-        if not output.endswith(mark):
+        # The mark may have come together with too much output.
+        if len(output) > self._output_bytes + len(mark):
             cause = f"the code printed more than {self._output_bytes} bytes and was ended"
             return f"{_text(output[: self._output_bytes])}\n[{cause}; {_LOST}]", False
         return _text(output[: -len(mark)]), True
@@ -117,6 +120,8 @@ class Sandbox:
         """The socket to the process. Starts a process if none runs."""
         if self._connection is not None:
             return self._connection
+        if not self._open:
+            raise LifecycleError("the sandbox is not open; call its tool `python` inside the `async with` block")
         if sys.platform != "linux":
             raise PlatformError("Sandbox needs Linux; give the policy a tool that runs code in a container of your own")
         ours, theirs = socket.socketpair()

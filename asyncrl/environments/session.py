@@ -257,7 +257,7 @@ class Session:
         Errors: `GenerationError` if there is no reply, `ConfigError` if the number of rewards is wrong."""
         if not self._answered:
             raise GenerationError(
-                "the episode asked for no reply, so there is nothing to train; call the policy before the episode returns"
+                "the episode got no reply, so there is nothing to train; call the policy before the episode returns"
             )
         if turn_rewards is not None and len(turn_rewards) != self.turns:
             raise ConfigError(
@@ -393,8 +393,8 @@ class Session:
             tokens = self._tree.tokens.size + self._expected + added
             if tokens >= limits.total:
                 raise EpisodeLimit(
-                    f"all branches of the episode would have {tokens} tokens, running requests included; "
-                    f"train.tokens_per_microbatch allows {limits.total}; end the episode, or raise the setting"
+                    f"all branches of the episode would have {tokens} tokens, running requests included; the larger of "
+                    f"rollout.max_context and train.tokens_per_microbatch allows {limits.total}; end the episode, or raise it"
                 )
             room = min(room, limits.total - tokens)
         if self._temperature is None:

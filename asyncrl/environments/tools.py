@@ -75,7 +75,10 @@ def _checked(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable[...
 
     try:
         schema = get_json_schema(function)
-        return schema, validate_call(config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))(function)
+        # Without a title, older releases of pydantic name an error after `__name__`, and newer releases after `__qualname__`.
+        title = getattr(function, "__qualname__", None)
+        config = ConfigDict(title=title, arbitrary_types_allowed=True, allow_inf_nan=False)
+        return schema, validate_call(config=config)(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ConfigError(
             f"{getattr(function, '__qualname__', function)} cannot be a tool: {error} Give each argument a type, and describe the "
@@ -133,10 +136,9 @@ class Toolbox:
                 self._recorder.count(f"tools/{tool.name}/timeouts")
                 return f"Error: {tool.name} did not answer within {self._timeout_s:g} s"
         except Exception as error:
-            # A ValidationError with another title comes from inside the tool.
-            refused = isinstance(error, CallRefused) or (
-                isinstance(error, ValidationError) and error.title == tool.name
-            )
+            # A ValidationError with another title comes from inside the tool. `tool.call` of a method is a `partial`.
+            title = getattr(getattr(tool.call, "func", tool.call), "__qualname__", None)
+            refused = isinstance(error, CallRefused) or (isinstance(error, ValidationError) and error.title == title)
             self._recorder.count(f"tools/{tool.name}/{'refused' if refused else 'failed'}")
             if not refused and tool.name not in self._logged:
                 self._logged.add(tool.name)
@@ -170,7 +172,11 @@ class Toolbox:
         await self._thread_limit.acquire()
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         # The start of a thread blocks the loop until the thread runs, so threads are reused.
-        thread = self._idle.pop() if self._idle else StandbyThread("asyncrl-tool")
+        try:
+            thread = self._idle.pop() if self._idle else StandbyThread("asyncrl-tool")
+        except BaseException:
+            self._thread_limit.release()
+            raise
         done: asyncio.Future[None] = loop.create_future()
         results, errors = list[Any](), list[BaseException]()
 

@@ -1,4 +1,4 @@
-"""An engine without a model, for tests and dry runs: continuous batching with made-up tokens.
+"""An engine without a model, for tests and `train.kind: dry_run`: continuous batching with made-up tokens.
 
 The tokens of a completion depend only on the request, `seed` and `length_sigma`, not on the order of arrival. A decode step
 occupies a `SimulatedLane` for `decode_step_s`, whatever the number of sequences. A `ThreadLane` ignores this time.

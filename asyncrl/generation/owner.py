@@ -268,9 +268,10 @@ class OwnedEngine(BaseEngine):
             longest = max(longest, self._waiting[0].positions)
             if (len(self._running) + 1) * longest > self.kv_positions:
                 break
-            job = self._waiting.pop(0)
+            # If `_add` raises, the engine ends with an error. The job still waits, so its caller gets the error, too.
+            job = self._waiting[0]
             job.slot = self._add(job)
-            self._running[job.slot] = job
+            self._running[job.slot] = self._waiting.pop(0)
         self.recorder.gauge("engine/running", len(self._running))
         self.recorder.gauge("engine/waiting", len(self._waiting))
 

@@ -81,8 +81,8 @@ def check_request(request: GenerationRequest, max_context: int) -> None:
     problem = None
     if size < 1:
         problem = "the prompt is empty"
-    elif sampling.max_tokens < 1:
-        problem = f"max_tokens is {sampling.max_tokens}, expected at least 1"
+    elif not isinstance(sampling.max_tokens, Integral) or sampling.max_tokens < 1:
+        problem = f"max_tokens is {sampling.max_tokens}, expected an integer of at least 1"
     elif size + sampling.max_tokens > max_context:
         problem = (
             f"{size} prompt tokens and max_tokens={sampling.max_tokens} are {size + sampling.max_tokens} tokens, "
@@ -112,7 +112,7 @@ def _sampling_problem(sampling: SamplingParams) -> str | None:
     expected: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "temperature": (f"{low:g} to {high:g}, or 0: greedy", lambda t: t == 0 or low <= t <= high),
         "top_p": ("0 < top_p <= 1", lambda p: 0 < p <= 1),
-        "top_k": ("at least 0", lambda k: k >= 0),
+        "top_k": ("an integer from 0 to 2**31 - 1", lambda k: isinstance(k, Integral) and 0 <= int(k) < 2**31),
         "stop": (f"a tuple of strings of 1 to {_LONGEST_STOP} characters, without a lone surrogate", _are_stops),
         "min_p": ("0 to 1", lambda p: 0 <= p <= 1),
         "repetition_penalty": ("a finite number above 0", lambda x: 0 < x < math.inf),
@@ -120,7 +120,10 @@ def _sampling_problem(sampling: SamplingParams) -> str | None:
         "frequency_penalty": ("-2 to 2", lambda x: -2 <= x <= 2),
         "logit_bias": ("a dict of token ids, each with a number from -100 to 100", _are_biases),
         "bad_words": ("words of at least one token", all),
-        "min_tokens": (f"0 to max_tokens = {sampling.max_tokens}", lambda n: 0 <= n <= sampling.max_tokens),
+        "min_tokens": (
+            f"an integer from 0 to max_tokens = {sampling.max_tokens}",
+            lambda n: isinstance(n, Integral) and 0 <= int(n) <= sampling.max_tokens,
+        ),
     }
     for name, (allowed, is_allowed) in expected.items():
         value = getattr(sampling, name)

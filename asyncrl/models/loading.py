@@ -2,8 +2,8 @@
 
 As a rule a safetensors checkpoint in bfloat16 or float16 is mapped into memory, not copied. The policy casts its weights one by one
 on the device, so a process needs little host memory besides the page cache, which all processes of a machine share. Other sources
-are loaded into host memory in the dtype of the masters (the weights that the optimizer updates): float32, or float64 if
-`ModelConfig.dtype` is float64. Checkpoints that transformers would silently load with wrong weights or settings are refused.
+are loaded into host memory in float32. If `ModelConfig.dtype` is float64, checkpoints are loaded in float64, and a function's
+float64 weights stay. Checkpoints that transformers would silently load with wrong weights or settings are refused.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def load_policy(
 def load_served(
     config: ModelConfig, device: torch.device | str, seed: int, choose: Choose | None, longest: int
 ) -> tuple[PolicyModel, PreTrainedModel, Any]:
-    """(policy, model, tokenizer) of a run with sharded masters. The policy is on `device` in the matmul dtype, and cannot be
-    trained. The model has the loaded tensors, which the caller shards over the ranks. Errors: ConfigError."""
+    """(policy, model, tokenizer) of a run with sharded masters (the weights that the optimizer updates). The policy is on `device`
+    in the matmul dtype, and cannot be trained. The model has the loaded tensors, which the caller shards. Errors: ConfigError."""
     require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
     module, tokenizer = load_module(config, seed)
     path = None if choose is None else choose(module)
@@ -174,8 +174,8 @@ def load_reader(
 
 
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """(model on the host, tokenizer of a builder function, or None without a builder). The weights are mapped from files in
-    bfloat16 or float16, or have the dtype of the masters. Errors: ConfigError."""
+    """(model on the host, tokenizer of a builder function, or None without a builder). Dtype of the weights: see the module
+    docstring. Errors: ConfigError."""
     refuse_unread_settings(config)
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)

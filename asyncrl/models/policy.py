@@ -214,12 +214,14 @@ class PolicyModel:
     def host_state(self) -> dict[str, Tensor]:
         """The state dict of the model, copied to the CPU in the matmul dtype. Must run on the lane. Each tensor gets its own
         storage, which safetensors requires. Tied parameters share one copy, which transformers writes once."""
-        copies: dict[int, Tensor] = {}
+        copies: dict[tuple[Any, ...], Tensor] = {}
         state: dict[str, Tensor] = {}
         for name, tensor in self.module.state_dict().items():
-            if tensor.data_ptr() not in copies:
-                copies[tensor.data_ptr()] = tensor.detach().to("cpu", copy=True)
-            state[name] = copies[tensor.data_ptr()]
+            # A buffer may be a part of another one, which begins at the same address.
+            key = tensor.data_ptr(), tensor.shape, tensor.stride()
+            if key not in copies:
+                copies[key] = tensor.detach().to("cpu", copy=True)
+            state[name] = copies[key]
         return state
 
     def write_pretrained(self, directory: str | Path, state: dict[str, Tensor]) -> None:

@@ -6,7 +6,7 @@ depends on class and configuration, so the sizes may be smaller:
     layers             the first layers, at least two, until there is one of each kind
     vocabulary         the first tokens
     width              the first heads, the first units of the MLPs, and the first values of the hidden size, if the class allows it
-    windows, contexts  so small that a short row exceeds them (length-dependent contexts: only if rows of the run exceed theirs)
+    windows, contexts  so small that a short row exceeds them (contexts of length-dependent frequencies: only with `long_rows`)
     weights            the model's own, but very small weights are scaled up and constants (1 in a norm, 0 in a bias) get noise,
                        because the comparison would not notice if a path left such a weight out
 """

@@ -4,7 +4,7 @@
 
 * Texts are tokenized with the reward model's tokenizer. With a chat template, a prompt string becomes a user message and a
   completion string an assistant message. Without a template, prompt and completion are concatenated, with special tokens.
-* A text above `max_tokens` (default: the model's context) gets no score (rewards/pool.py). It is not cut: that changes the answer.
+* A text above `max_tokens` (default: the lower limit of model and tokenizer) is never cut: it gets no score (rewards/pool.py).
 * Except for rounding, the score of a text does not depend on the other texts of its batch. Loading tests this with a short and a
   long row, alone and together, and refuses a module that ignores its mask. A text is never padded so far that the model would use
   other rotary frequencies (rotary.py) for it.
@@ -155,6 +155,11 @@ class RewardModel:
             together = alone if self._pad is None else self.scores(rows)
         except RewardError as error:
             raise ConfigError(f"reward.model: {error}") from error
+        # A module of the user may raise any exception.
+        except Exception as error:
+            raise ConfigError(
+                f"reward.model: {self.name!r} raised {type(error).__name__} for the arguments input_ids and attention_mask: {error}"
+            ) from error
         furthest = max(abs(a - b) / (1 + abs(a)) for a, b in zip(alone, together, strict=True))
         if not furthest <= _TOLERANCE[dtype]:  # also refuses NaN
             raise ConfigError(

@@ -108,8 +108,8 @@ def length_dependent_message(config: PretrainedConfig, longest: int) -> str:
 
 @torch.no_grad()
 def hold_frequencies(module: PreTrainedModel, longest: int) -> bool:
-    """Makes every row use the frequencies that the model's own code chooses for a row of `longest` tokens. Does nothing if the
-    frequencies do not depend on the length, or on the meta device. Call this once for each module.
+    """Makes every row use the frequencies that the model's own code chooses for a row of `longest` tokens. Does nothing for a
+    module on the meta device, or if no frequencies depend on the length. Call this once for each module.
 
     Returns False if the run must be refused: rows exceed the original context, and not all frequencies could be fixed.
     """

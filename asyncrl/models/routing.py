@@ -154,7 +154,7 @@ def require_routing(routing: Routing | None, module: PreTrainedModel, setting: s
     reason = "has no experts"
     if has_experts(module):
         reason = "chooses its experts in a way that asyncrl cannot repeat, or runs on the plain path"
-    raise ConfigError(f"{setting}, but {type(module).__name__} {reason}; switch it off")
+    raise ConfigError(f"{setting}, but {type(module).__name__} {reason}; switch this setting off")
 
 
 def describe_routes(module: PreTrainedModel) -> RoutesShape | None:

@@ -45,8 +45,7 @@ class GroupBook:
         self._ledger = ledger
         self.store = store
         self.tickets: dict[int, Ticket] = {}
-        # Called for each group that becomes ready to be claimed.
-        self.on_ready: Callable[[], None] = lambda: None
+        self.on_ready: Callable[[], None] = lambda: None  # called for each group that can be claimed
         # Called with the ids of groups that were dropped, failed, trained, or sent to another rank.
         self.on_end: Callable[[Sequence[int]], None] = lambda group_ids: None
         # If True, `end` does not release the leases of a group, because the next run can still train the group.
@@ -55,8 +54,7 @@ class GroupBook:
         self.weights_lock = asyncio.Lock()
         self.end_count = 0  # number of calls of `on_end`
         self.reasons: Counter[str] = Counter()  # "outcome: reason" -> number of ended groups
-        self.failed = 0  # number of failed groups
-        self.raised_too_many_failed = False  # `GroupPlayer` has raised the error that ends the run
+        self.failed = 0  # number of failed groups of this rank
 
     def add(self, ticket: Ticket) -> None:
         """Add a group that the ledger admitted."""

@@ -41,8 +41,7 @@ from .hooks import MAX_FLOAT32
 from .pipeline import Ports
 from .step import GroupsFailed, Step, blame_groups
 
-# Group id -> [G].
-Advantages = dict[int, npt.NDArray[np.float64]]
+Advantages = dict[int, npt.NDArray[np.float64]]  # group id -> [G]
 TurnAdvantages = list[npt.NDArray[np.float64]]  # G arrays [t]: one value for each of the member's t replies
 _NONE = np.zeros(0, np.float32)
 

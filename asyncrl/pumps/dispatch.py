@@ -187,7 +187,7 @@ class Dispatch:
 
     async def evaluate(self, version: int, rows: Sequence[int], play: Play) -> list[Sample]:
         """Play these held-out rows on all ranks that generate. `play` plays the share of this rank. If a rank is lost, other ranks
-        play its rows. Errors: RankLost if no rank that generates is left or may join."""
+        play its rows. Errors: RankLost if no rank that generates is left, and none may join."""
         scored: list[Sample] = []
         unplayed, ending = list(rows), set[str]()
         while unplayed:

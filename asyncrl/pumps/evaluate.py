@@ -74,14 +74,13 @@ class EvaluatePump:
         """`newest`: the newest version that was evaluated before a resume; -1: none. `spread`: None if this rank plays all
         prompts."""
         self._ports = ports
-        self._settings = settings = ports.config.evaluate
+        self._settings = ports.config.evaluate
         self._episodes = Episodes(ports)
         self._name = name
         self._spread = spread
         self.newest = newest
         self.progress: tuple[int, int] | None = None  # (scored, all) completions while an evaluation runs
-        selected = prompts[: settings.limit] if settings.limit else prompts
-        self._prompts = [replace(prompt, group_id=-1 - row) for row, prompt in enumerate(selected)]
+        self._prompts = [replace(prompt, group_id=-1 - row) for row, prompt in enumerate(prompts)]
 
     def due(self, version: int, last: bool = False) -> bool:
         """Whether `evaluate.every` selects this version, or the run ends with it (`last`). False if `evaluate.every` is None."""
@@ -148,7 +147,7 @@ class EvaluatePump:
                 played.update(zip(unscored, rewarded, strict=True))
             scored.extend(_sample(row, number, played[number]) for number in finished)
             if self.progress is not None:
-                self.progress = len(scored), len(self._prompts) * samples
+                self.progress = self.progress[0] + len(finished), self.progress[1]
 
         async def play_and_score(number: int) -> None:
             with suppress(EpisodeFailed):  # `Episodes` has logged the failure

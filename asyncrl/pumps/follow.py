@@ -60,7 +60,7 @@ class Remote:
         self.ended = asyncio.Event()
         self.last_version = -1  # the last version of the run; known when `ended` is set
         self.others_mean_s, self.generating = 0.0, 1  # see `rollout.Prompts`
-        self._sent_version = -1  # the newest version that rank 0 has sent, in a dry run
+        self._sent_version = -1  # newest version sent by rank 0 (`wait_sent_version`)
         self._version_arrived = asyncio.Event()
         line.on(VERSION, self._on_version)
         line.on(TRAINED, self._on_trained)
@@ -145,7 +145,7 @@ class Remote:
             await self._line.ask(LEFT, {})
 
     async def wait_sent_version(self, version: int) -> int:
-        """Only for dry runs: wait until rank 0 has sent this version or a later one. Returns the newest sent version."""
+        """For `train.kind: dry_run`: wait until rank 0 has sent this version or a later one. Returns the newest sent version."""
         while self._sent_version < version:
             await self._version_arrived.wait()
         return self._sent_version

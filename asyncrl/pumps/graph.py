@@ -278,13 +278,15 @@ class Graph:
             self._role_parts.departures.close()
 
     async def drain(self) -> None:
-        """Refuse further groups, train the accepted groups as far as they make steps, and end. Returns after the training pumps."""
+        """Refuse further groups, train the accepted groups as far as they make steps, and drop the others."""
         if not self._finished.is_set():
             self._draining = True
             self._accept_groups(False)
             self.intake.close("the Runtime takes no more groups")
             await self._ports.ledger.exhaust()
             await self._finished.wait()
+        if self._training_completed:
+            await self._ports.book.end_all("the run ended first")
 
     def open_intake(self) -> Intake:
         """Returns the intake, for groups from outside. Errors: LifecycleError while this rank generates groups of its own prompts,
@@ -328,7 +330,7 @@ class Graph:
             )
         await self._publish.wait_published(ports.ledger.turn)
         await self.evaluations.wait_reported()
-        await self._publish.sync()
+        await self._publish.sync(release=True)
 
     async def evaluate(self, version: int, report: Report, *, first: bool, last: bool) -> None:
         """Evaluate the held-out prompts at this version, if due, and call `report`: see `Evaluations.evaluate`. At the `first` and

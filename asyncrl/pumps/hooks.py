@@ -4,7 +4,7 @@
 
 Hooks are plain or async functions and run on the event loop: code that blocks or computes for more than a few milliseconds
 belongs in a reward function. A hook that returns `None` changes nothing. A hook that raises, or returns something of the wrong
-form, ends the run, or the program's call of `submit` or `play`, with a `HookError`. Each rank calls hooks for its own groups.
+form, ends the run, or a call of `generate`, `submit` or `play`, with a `HookError`. Each rank calls hooks for its own groups.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ class PublishPump:
         self._at_start = at_start
         # Turns below this number are published. Until `at_start()` has ended it is 1 too low, so `wait_published` waits for that.
         self._done_turn = ports.ledger.turn - 1
-        # The engines have the weights of all turns below this number.
-        self._synced_turn = ports.ledger.turn
+        self._synced_turn = ports.ledger.turn  # the engines have the weights of all turns below
         # The newest publication. None: the engines have the weights of the newest publication.
         self._unsynced: Publication | None = None
         self._advanced = anyio.Event()
@@ -58,10 +57,7 @@ class PublishPump:
             self._advance(self._done_turn + 1)
             async for publication in publications:
                 await self._publish(publication)
-            if self._unsynced is not None:
-                last = self._unsynced
-                await self.sync()
-                await self._ports.ledger.release(last.turn)
+            await self.sync(release=True)
 
     async def _publish(self, publication: Publication) -> None:
         ports = self._ports
@@ -82,11 +78,11 @@ class PublishPump:
         self._advanced.set()
         self._advanced = anyio.Event()
 
-    async def sync(self) -> None:
-        """Give the newest published version to every engine, unless the engines have it."""
-        if self._unsynced is None:
+    async def sync(self, *, release: bool = False) -> None:
+        """Give the newest published version to every engine, unless the engines have it. Then `release` its slots, too."""
+        if (newest := self._unsynced) is None:
             return
-        ports, version = self._ports, self._unsynced.version
+        ports, version = self._ports, newest.version
         with ports.recorder.span("publish", track="publish pump", version=version):
             with ports.recorder.wait("publish pump", f"version {version}", on="the engines", cause="publish"):
                 started = anyio.current_time()
@@ -94,7 +90,10 @@ class PublishPump:
                     for sink in ports.sinks:
                         spawn(sinks, "hand-over of weights", self._hand_over, sink, version)
                 ports.recorder.observe("time/weight_sync", anyio.current_time() - started)
-        self._synced_turn, self._unsynced = self._unsynced.turn + 1, None
+        if self._unsynced is newest:  # else another task was faster
+            self._synced_turn, self._unsynced = newest.turn + 1, None
+            if release:  # no await before: a cancelled caller releases, too
+                await ports.ledger.release(newest.turn)
 
     async def _hand_over(self, sink: WeightSink, version: int) -> None:
         try:

@@ -182,6 +182,7 @@ class GroupPlayer:
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
         self._episodes = Episodes(ports)
+        self._raised_too_many_failed = False
 
     async def play(
         self, ticket: Ticket, prompt: Prompt, size: int, send: Callable[[Group], Awaitable[None]] | None = None
@@ -258,18 +259,20 @@ class GroupPlayer:
         words = _NUMBERS.sub("#", str(error)[:300])
         await book.end(ticket.group_id, "failed", f"{type(error).__name__}: {words}"[:200])
         limit, setting = rollout.max_failed_groups, "rollout.max_failed_groups"
+        failed = self._ports.ledger.statistics().failed  # of all ranks
         if limit is None:
             setting += " (not set: a tenth of all groups, and at least the groups of one step)"
             limit = max(rollout.groups_per_step, self._ports.ledger.statistics().admitted // 10)
-        if book.failed > limit and not book.raised_too_many_failed:
-            # Other groups that fail before the run has ended must not raise this error again.
-            book.raised_too_many_failed = True
+        if failed > limit and not self._raised_too_many_failed:
+            # Other groups of the rollout pump that fail before the run has ended must not raise this error again.
+            self._raised_too_many_failed = True
             failures = [pair for pair in book.reasons.most_common() if pair[0].startswith("failed: ")]
+            where = " on this rank" if failed > book.failed else ""
             causes = [f"{count} of {reason.removeprefix('failed: ')}" for reason, count in failures[:_NAMED_CAUSES]]
             raise GenerationError(
-                f"group {ticket.group_id} failed in the environment ({raised(error)}). {book.failed} groups have failed; "
-                f"{setting} allows {limit} such groups in a run. The commonest causes: {'; '.join(causes)}. To "
-                f"go on in spite of such failures, set rollout.max_failed_groups to more, or rollout.keep_viable to true"
+                f"group {ticket.group_id} failed in the environment ({raised(error)}). {failed} groups have failed; "
+                f"{setting} allows {limit} such groups in a run. The commonest causes{where}: {'; '.join(causes)}. "
+                f"To go on in spite of such failures, set rollout.max_failed_groups to more, or rollout.keep_viable to true"
             ) from error
 
 

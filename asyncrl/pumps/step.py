@@ -4,7 +4,8 @@
         one rank, first time in the run ──▶ the groups are dropped, the user gets a note, and the next step begins
         otherwise                       ──▶ the run ends with an error that names the groups
 
-In both cases the records of the failed groups are removed from the ring of their producer, so the next run does not get them.
+In both cases the records of the failed groups are removed from the ring of their producer, so the next run does not get them. If a
+group of the replay buffer fails, the group leaves the buffer, and the claimed group that it replaced counts as failed.
 The other groups of the step can be claimed again, or wait for the next run. After its optimizer step was applied, a step is
 committed and not aborted, even if something fails later.
 
@@ -43,14 +44,12 @@ class Step:
     # The microbatches of each minibatch. Only used if the step takes several optimizer steps.
     parts: list[list[Microbatch]] = field(default_factory=lambda: [[]])
     results: list[StepResult] = field(default_factory=list)  # of the applied optimizer steps
-    # The loss that `Trainer.survey` has returned; None: no survey was made.
-    loss: Loss | None = None
+    loss: Loss | None = None  # from `Trainer.survey`; None: no survey was made
     # For each microbatch the sum of the KL over its tokens, if the KL is subtracted from the rewards.
     kl: list[float] = field(default_factory=list)
     rounds: int = 0  # rounds that this rank joined before `_finish`
     begun: bool = False  # the trainer has an open step
-    # An optimizer step has changed the weights. The step must then be committed.
-    applied: bool = False
+    applied: bool = False  # the weights have changed, so the step must be committed
     committed: bool = False
     # Another rank was lost during the optimizer step, and may have applied that step. The groups of this step are then not made
     # claimable again, because they may be trained already.
@@ -94,16 +93,19 @@ class FailedGroups:
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
-        # The message about the groups of the first failed step.
-        self._first_failure: str | None = None
+        self._first_failure: str | None = None  # the message about the first failed step
 
     async def end(self, step: Step, error: GroupsFailed | DivergenceError) -> None:
         """Call this method after the step was aborted. Returns if the run can continue. Errors: TrainStepError, or DivergenceError
         if that is the cause, with the names of the failed groups; the original error if no group is known as the cause."""
         ports = self._ports
         cause = error.cause if isinstance(error, GroupsFailed) else error
-        failed = [rows for rows in step.rows if isinstance(error, DivergenceError) or rows.group_id in error.group_ids]
-        names = ", ".join(map(_name, failed))
+        replaced = {group.group_id: group_id for group_id, group in step.replayed.items()}
+        blamed = step.group_ids if isinstance(error, DivergenceError) else [replaced.get(g, g) for g in error.group_ids]
+        failed = [rows for rows in step.rows if rows.group_id in blamed]
+        names = ", ".join(_name(rows, step.replayed.get(rows.group_id)) for rows in failed)
+        if ports.replay is not None:
+            ports.replay.remove(replayed for replayed, group_id in replaced.items() if group_id in blamed)
         message = f"{names} failed in the step ({type(cause).__name__}: {str(cause)[:MAX_ERROR_CHARACTERS]})"
         if ports.alone and self._first_failure is None and isinstance(error, GroupsFailed) and failed:
             with anyio.CancelScope(shield=True):
@@ -123,7 +125,8 @@ class FailedGroups:
         raise kind(message) from cause
 
 
-def _name(rows: Rows) -> str:
-    """The id of the group, and the name that its producer gave it, if any."""
+def _name(rows: Rows, replayed: Group | None) -> str:
+    """The id of the group, the name that its producer gave it, if any, and the group that was trained in its place, if any."""
     leases = ", ".join(dict.fromkeys(map(str, rows.leases)))
-    return f"group {rows.group_id}" + (f" ({leases})" if leases else "")
+    name = f"group {rows.group_id}" + (f" ({leases})" if leases else "")
+    return name if replayed is None else f"{name}, replaced by group {replayed.group_id} of the replay buffer,"

@@ -75,8 +75,7 @@ class TrainPump:
         self._reroll = reroll
         self._wait_published = wait_published
         self._on_step = on_step
-        # Optimizer steps of a batch.
-        self._updates = versions_per_batch(ports.config)
+        self._updates = versions_per_batch(ports.config)  # optimizer steps of a batch
         streams = bool(rollout.streaming) and self._updates == 1
         # Train when at least this many claimed groups are untrained. None: steps are not streamed; train when the step is full.
         self._streams_from = rollout.streaming_min_groups if streams else None

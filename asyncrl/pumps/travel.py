@@ -40,7 +40,7 @@ from .pipeline import Ports
 
 KIND = "group"
 UNACKNOWLEDGED = 8
-# Of the record of one group. A group of 64 x 32,768 tokens has 40 MB, and with recorded routes of 48 layers twenty times as much.
+# The largest record of a group. 64 x 32,768 tokens have 40 MB, and with recorded routes of 48 layers twenty times as much.
 MAX_BYTES = 1 << 30
 # A number that no queue reaches, because each queued group has a slot.
 _BOUND = 1 << 30
@@ -154,7 +154,7 @@ class Departures:
             self._credits.release()
 
     async def _deliver(self, group: Group, waited_s: float) -> str:
-        """Bring a group to the training rank that the ledger names. Returns a refusal; "" if it arrived or the training ended."""
+        """Bring a group to the training rank that the ledger names. Returns why it was refused; else ""."""
         ports, ticket = self._ports, group.ticket
         try:
             record = encode_group(group, self._epoch)

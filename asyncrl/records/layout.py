@@ -110,7 +110,7 @@ CODES: MappingProxyType[np.dtype[Any], int] = MappingProxyType({dtype: code for 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The form of a known section. A writer uses `dtypes[0]`, a reader accepts all `dtypes`."""
+    """The form of a known section. A writer uses `dtypes[0]`, for routes any of `dtypes`; a reader accepts all `dtypes`."""
 
     axis: Axis
     dtypes: tuple[np.dtype[Any], ...]

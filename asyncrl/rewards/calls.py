@@ -12,8 +12,6 @@ from asyncrl.algorithms.advantages import combine_components
 from asyncrl.errors import ConfigError
 from asyncrl.types import Prompt, Trajectory
 
-from .forms import BY_NAME
-
 RewardFunction: TypeAlias = Callable[..., Any]
 
 
@@ -82,26 +80,27 @@ class LoadedFunction:
         """Whether the function takes the address of the policy's endpoint."""
         return not {"base_url", "api_key"}.isdisjoint(self.named)
 
-    def select(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Those `arguments` that the signature accepts. Only these are sent to the worker."""
-        return {k: v for k, v in arguments.items() if k in self.named or (self.takes_all and k not in BY_NAME)}
+    def select(self, arguments: dict[str, Any], by_name: dict[str, Any]) -> dict[str, Any]:
+        """Those arguments that the signature accepts, `by_name` only if it names them. Only these are sent to the worker."""
+        accepted = {k: v for k, v in arguments.items() if self.takes_all or k in self.named}
+        return accepted | {k: v for k, v in by_name.items() if k in self.named}
 
 
-def trl_arguments(prompt: Prompt, trajectories: Sequence[Trajectory], generation_prompt: str) -> dict[str, Any]:
-    """Those arguments of a reward function that are lists, by name. A column of the row cannot replace another argument."""
+def trl_arguments(
+    prompt: Prompt, trajectories: Sequence[Trajectory], generation_prompt: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those arguments of a reward function that are lists: (for `**columns`, too; only for functions that name them). In each
+    dictionary a column of the row cannot replace another argument."""
     arguments: dict[str, Any] = {name: [value] * len(trajectories) for name, value in prompt.columns.items()}
     arguments["prompts"] = [prompt.prompt] * len(trajectories)
     arguments["completions"] = [t.completion for t in trajectories]
     arguments["completion_ids"] = [t.completion_ids.tolist() for t in trajectories]
     arguments["generation_prompt"] = [generation_prompt] * len(trajectories)
-    arguments["num_turns"] = [1 if t.turns is None else int(t.turns.size) for t in trajectories]
+    by_name: dict[str, Any] = {"num_turns": [1 if t.turns is None else int(t.turns.size) for t in trajectories]}
     messages = [[] if isinstance(t.completion, str) else t.completion for t in trajectories]
-    arguments["tool_calls"] = [[call for each in m for call in each.get("tool_calls") or ()] for m in messages]
-    prefix = "own/"
-    arguments["notes"] = [
-        {k.removeprefix(prefix): v for k, v in t.extras.items() if k.startswith(prefix)} for t in trajectories
-    ]
-    return arguments
+    by_name["tool_calls"] = [[call for each in m for call in each.get("tool_calls") or ()] for m in messages]
+    by_name["notes"] = [{k[4:]: v for k, v in t.extras.items() if k.startswith("own/")} for t in trajectories]
+    return arguments, by_name
 
 
 def with_scores(

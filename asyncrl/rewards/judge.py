@@ -84,6 +84,8 @@ class Judge:
             raise ConfigError(f"a judge has key_env {self.key_env!r}, but no such environment variable is set")
         if taken := [name for name in _NOT_IN_REQUEST if name in self.request]:
             raise ConfigError(f"a judge's `request` has {taken[0]!r}, which only the judge may choose; remove it")
+        if not isinstance(self.criteria, str) and "score" in self.criteria:
+            raise ConfigError("a judge has a criterion 'score', the name of the sum of its criteria; rename it")
         if find_spec("aiohttp") is None:
             raise ConfigError("a judge needs the package aiohttp; pip install 'asyncrl[http]'")
 
@@ -127,7 +129,7 @@ class Judge:
             try:
                 facts["reply"] = await self._post(messages)
                 return read(facts["reply"]), facts
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # `json` raises the second for deep nesting
                 facts["garbage"] += 1
                 problem = f"garbage: {error}"
             except _FailedRequest as error:

@@ -351,9 +351,9 @@ class RewardPool:
         return scored
 
     async def _score_by_functions(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        arguments = trl_arguments(prompt, trajectories, self.generation_prompt(prompt.ids))
+        arguments, by_name = trl_arguments(prompt, trajectories, self.generation_prompt(prompt.ids))
         if self.open_endpoint is not None and any(function.asks_policy for function in self.functions):
-            arguments["base_url"], arguments["api_key"] = self.open_endpoint()
+            by_name["base_url"], by_name["api_key"] = self.open_endpoint()
         with self._recorder.timed("time/reward"):
             answers: dict[str, Answer] = {}
             members = [t.member for t in trajectories]
@@ -362,7 +362,7 @@ class RewardPool:
 
             async def call(function: LoadedFunction) -> None:
                 request = {"function": function.index, "completions": len(members), "state": state, "turns": turns}
-                request |= {"components": [*function.spec.components], "arguments": function.select(arguments)}
+                request |= {"components": [*function.spec.components], "arguments": function.select(arguments, by_name)}
                 answers[function.name] = await self._call_or_default(function, prompt.group_id, members, request)
 
             # The first error cancels the other calls: their answers are not needed.
@@ -403,7 +403,7 @@ class RewardPool:
             reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
             failure = RewardError(f"{label} failed: {reason}")
             failure.__cause__ = error
-            return [self._default_score(model.name, failure)] * len(trajectories)
+            return [self._default_score(model.name, failure, len(trajectories))] * len(trajectories)
         for index, text in enumerate(texts):
             score = scores[index]
             if score is None or not math.isfinite(score):
@@ -441,13 +441,13 @@ class RewardPool:
                 answer.scores[part][index] = default
             return answer
 
-    def _default_score(self, name: str, error: RewardError) -> float | None:
-        """The score that replaces a failed one: None or 0. Counts the error. If `on_error` is `fail`: raises `error` instead."""
+    def _default_score(self, name: str, error: RewardError, failed: int = 1) -> float | None:
+        """The score that replaces a failed one: None or 0. Counts `failed` errors. If `on_error` is `fail`: raises `error`."""
         if self._config.on_error == "fail":
             raise error
         default = None if self._config.on_error == "none" else 0.0
         logger.warning("%s; counted as %s", error, "not applicable" if default is None else "0")
-        self._recorder.count(f"reward/{name}/errors")
+        self._recorder.count(f"reward/{name}/errors", failed)
         return default
 
     async def _call(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:

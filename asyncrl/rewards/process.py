@@ -47,7 +47,7 @@ class WorkerDiedError(Exception):
 
 @dataclass(eq=False, slots=True)
 class RewardCall:
-    """One call of a reward function, which waits for a worker or runs. `alone`: its worker begins no other call while it runs."""
+    """A call that waits for a worker, or runs in one. `alone`: while the call runs, its worker begins no other call."""
 
     what: str
     alone: bool

@@ -87,7 +87,9 @@ class Log:
         self._extras.setdefault(str(column), []).extend(values)
 
     def columns(self, completions: int) -> dict[str, list[Any]]:
-        """{name: [a JSON value for each completion]}. Errors: `UsageError` for a column of another length."""
+        """{name: [a JSON value for each completion]}. Errors: `UsageError` for a column of another length, or named as a metric."""
+        if both := self._metrics.keys() & self._extras.keys():
+            raise UsageError(f"log_metric and a logged column have the same name, {min(both)!r}; rename one of them")
         for name, values in self._extras.items():
             if len(values) != completions:
                 raise UsageError(

@@ -202,7 +202,7 @@ async def _open_gather(run: OpenRun) -> Gather:
     if not world.leads or len(world.roles.leaders) == 1:
         return gather_alone
     if isinstance(lane, SimulatedLane):
-        # A lane of a dry run runs its closures on the event loop, which must not block while a collective waits for other ranks.
+        # A `SimulatedLane` runs its closures on the event loop, which must not block while a collective waits for other ranks.
         lane = await run.stack.enter_async_context(ThreadLane("collectives", run.recorder))
     ranks = world.leaders
 
@@ -299,7 +299,7 @@ def _make_environment(run: OpenRun, pool: RewardPool, trainer: Trainer) -> Envir
 
 
 async def _open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
-    # transformers takes seconds to import: a thread imports it, because the loop must not block, and a dry run does not import it.
+    # transformers takes seconds to import. A thread imports it: the loop must not block. `train.kind: dry_run` does not need it.
     run.stages.show("importing transformers")
     real = await offload(lambda: import_module("asyncrl.runtime.real"), "import")
     return await real.open_real(run)  # type: ignore[no-any-return]  # loaded by name
@@ -342,7 +342,7 @@ async def _open_dry(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]
 
 
 class ByteTokenizer:
-    """A tokenizer for dry runs: a token is a byte of UTF-8, so prompts have plausible lengths. The zero byte is the EOS token."""
+    """For runs without a model: a token is a byte of UTF-8, so prompts have plausible lengths. The zero byte is the EOS token."""
 
     chat_template: str | None = None
     eos_token_id, eos_token = 0, "\0"
@@ -363,7 +363,7 @@ class ByteTokenizer:
 
 
 class ChatBytes(ByteTokenizer):
-    """The tokenizer of a dry run: a ByteTokenizer whose chat template writes only the first letter of each role."""
+    """The tokenizer of `train.kind: dry_run`: a ByteTokenizer whose chat template writes only the first letter of each role."""
 
     chat_template = "role[0] content"
 
@@ -374,7 +374,7 @@ class ChatBytes(ByteTokenizer):
 
 
 class DryVersions:
-    """Holds the version from which the engine of a dry run samples. A rank that trains calls `update_weights` (a `WeightSink`).
+    """Holds the version from which a `DryRunEngine` samples. A rank that trains calls `update_weights` (a `WeightSink`).
     A rank that only generates calls `next`."""
 
     engine: WeightSink  # set later: making the engine needs this object

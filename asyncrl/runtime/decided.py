@@ -76,8 +76,8 @@ async def decide(
     checked: bool = False,
     world: World | None = None,
 ) -> Decided:
-    """Check and resolve the settings of a run. The arguments are those of `Runtime`. If `checked`, only the user's code is checked.
-    Errors: ConfigError and DataError for the settings, and for the files and code that the settings name."""
+    """Check and resolve the settings of a run. The arguments are those of `Runtime`. `checked`: check again only the user's code,
+    and no files. Errors: ConfigError and DataError for the settings, and for the files and code that the settings name."""
     stages.begin("checking the device, the settings and the files that they name")
     if world is None:
         world = World.from_env()
@@ -123,8 +123,8 @@ def choose_dtype(
     config: Config, local_rank: int = 0, ranks: int = 1, cards: Cards | None = None
 ) -> tuple[Config, torch.device, tuple[str, ...]]:
     """Returns (the configuration with `model.dtype` and `data.date` filled in, the device, sentences for the terminal). Call before
-    `resolve`. Dry runs: unchanged, on the CPU. `ranks`: number of ranks on this machine. `cards`: None: the GPUs that torch sees.
-    Errors: ConfigError for a device that this machine does not have."""
+    `resolve`. `train.kind: dry_run`: unchanged, on the CPU. `ranks`: number of ranks on this machine. `cards`: None: the GPUs that
+    torch sees. Errors: ConfigError for a device that this machine does not have."""
     if config.train.kind != "torch":
         return config, torch.device("cpu"), ()
     cards = cards or Cards()

@@ -34,7 +34,7 @@ from pathlib import Path
 import orjson
 
 from asyncrl.checkpoint.store import CheckpointStore
-from asyncrl.concurrency.descriptors import Reserve, descriptor_advice, lacks_descriptors
+from asyncrl.concurrency.descriptors import Reserve, descriptor_advice
 from asyncrl.config.describe import check_resume, to_yaml
 from asyncrl.config.load import load_config
 from asyncrl.config.schema import Config
@@ -53,6 +53,8 @@ FILES = {
     "config.yaml", ".lock", "job.json", "metrics.jsonl", "metrics.discarded.jsonl", "trace.json", "nodes.json", "report.html",
     "sinks.json", "plan.txt", MARK,
 }  # fmt: skip
+# What a run writes into these files. They are empty if the run was killed before its write.
+_CONTENTS = {".lock": rb'(\{"pid":\d+,"host":".*","since":".*\})?', MARK: rb"(.+\.\d{8}-\d{6}(-\d+)?)?"}
 # EBADF: NFS may lock only descriptors that are open for writing, and a directory cannot be opened for writing.
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
@@ -122,11 +124,13 @@ class RunDirectory:
             raise ConfigError(
                 f"{self.path} is a link to {self.real}, which is no directory; make that directory, or remove the link"
             )
+        _refuse_foreign_content(self.path / MARK)
         if _name_in(self.config_file) is not None and self.checkpoints.is_dir():
             return
-        other_files = self.path / "job.json", self.path / "nodes.json"
-        for path in (self.config_file, self.metrics, self.rollouts, self.trace, self.report, *other_files):
-            if path.exists():
+        names = sorted({"rollouts"} | FILES - {"plan.txt", *_CONTENTS})
+        for path in (self.path / f"{name}{suffix}" for name in names for suffix in ("", ".partial")):
+            # A run that was killed at its first start leaves `checkpoints`, and perhaps a partial file.
+            if path.exists() and (path.suffix != ".partial" or not self.checkpoints.is_dir()):
                 raise ConfigError(
                     f"{self.path} is not the directory of a run (config.yaml and checkpoints/), and a run would write over its "
                     f"{path.name}; choose another run.name or run.dir"
@@ -216,6 +220,16 @@ def _foreign_paths(run: Path, *, files: bool) -> str:
     return ", ".join(sorted(path.name for path in run.iterdir() if (files or path.is_dir()) and is_foreign(path)))
 
 
+def _refuse_foreign_content(path: Path) -> None:
+    """Errors: ConfigError for a file of `_CONTENTS` that no run wrote."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        if path.is_symlink() or not re.fullmatch(_CONTENTS[path.name], path.read_bytes(), re.DOTALL):
+            raise ConfigError(
+                f"{path.parent} has a {path.name} that no run wrote, and a run would write over it or remove it; move it away, or "
+                "choose another run.name or run.dir"
+            )
+
+
 def _text(file: Path) -> str | None:
     """The text of a small file, or None if there is no file or the bytes are no UTF-8."""
     try:
@@ -236,8 +250,8 @@ def _name_in(config_file: Path) -> str | None:
 
 def unusable_message(path: Path, error: OSError) -> str:
     """The error message for a run directory that cannot be made or written."""
-    if lacks_descriptors(error):
-        return descriptor_advice()
+    if advice := descriptor_advice(error):
+        return advice
     reason = error.strerror or str(error)
     if isinstance(error, (FileExistsError, NotADirectoryError)):
         reason = "there is a file where a directory is needed"
@@ -263,7 +277,7 @@ class DirectoryLock:
 
     def acquire(self) -> str | None:
         """Take the lock, or fail at once. Returns a warning if the file system cannot lock the file `.lock`; else None.
-        Errors: ConfigError that names the holder; OSError if the directory or the file cannot be made."""
+        Errors: ConfigError that names the holder, or a foreign `.lock`; OSError if the directory or the file cannot be made."""
         warning: str | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_descriptors)
@@ -271,7 +285,8 @@ class DirectoryLock:
             while not self._names_open_files():
                 self._close_descriptors()
                 self._directory.mkdir(parents=True, exist_ok=True)
-                for path, flags in ((self._directory, os.O_DIRECTORY), (self.path, os.O_RDWR | os.O_CREAT)):
+                create = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+                for path, flags in ((self._directory, os.O_DIRECTORY), (self.path, create)):
                     self._descriptors.append(os.open(path, flags, 0o666))
                     warning = None
                     try:
@@ -287,6 +302,7 @@ class DirectoryLock:
                         # The loop locks the file last, and keeps only that warning: the file's lock alone refuses a second run.
                         warning = f"{self._directory} cannot be locked ({error.strerror}): start no second run there; "
                         warning += "the first run would end"
+            _refuse_foreign_content(self.path)
             _held.add(self)
             since = time.strftime("%Y-%m-%d %H:%M:%S %z")
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "mark": os.urandom(8).hex()}

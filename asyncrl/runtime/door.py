@@ -13,8 +13,8 @@
   the time-out of an incomplete group measures the producers and not the training.
 * There is no await between the commit (or drop) of a group and the release of its records, so a resumed run does not train the
   records twice.
-* A record that cannot be trained is refused and released (`records/check.py`). If a step or the reward function fails on a group
-  that passed this check, that group is dropped. A second such failure ends the run; with several ranks, the first failed step does.
+* A record that cannot be trained is refused and released (`records/check.py`). If a step or the reward function fails on a checked
+  group, that group is dropped. A second failure of the same kind ends the run; with several ranks, the first failed step does.
 * Records that are not trained, dropped or refused during the run stay in the ring, for the next run with a ring of this name. Close
   the ring after the Runtime: a closed ring cannot release the records of trained groups, so the next run would train them again.
 """

@@ -31,8 +31,8 @@ class LazyEndpoint:
         self._listening = anyio.Event()
 
     def open(self, session: Session | None, branch: str = "") -> tuple[str, str]:
-        """(base URL, key) for a branch of the episode of `session`. None: for requests of no episode, which are not trained.
-        Errors: ConfigError if the extra `http` is not installed, or if the endpoint cannot listen."""
+        """(base URL, key) for a branch of the episode of `session`. `session=None`: for requests of no episode, which are not
+        trained. Errors: ConfigError if the extra `http` is not installed, or if the endpoint cannot listen."""
         if self._endpoint is None:
             from asyncrl.endpoint.endpoint import Endpoint
             from asyncrl.http.access import Address

@@ -145,8 +145,8 @@ def check_model(
                 raise ConfigError(length_dependent_message(module.config, longest))
             if longest is not None and (end := _positions_end(module, longest)) is not None:
                 raise ConfigError(
-                    f"it has positions for {end} tokens, and rows may have {longest}; make rollout.max_context "
-                    f"at most {end}, or the sum of data.max_prompt_tokens and rollout.max_tokens"
+                    f"it has positions for {end} tokens, and rows may have {longest}; make rollout.max_context at most {end} (if "
+                    "it is not set: the sum of data.max_prompt_tokens and rollout.max_tokens)"
                 )
         except ConfigError as error:
             raise ConfigError(f"model.path: {name} is refused: {error}") from error

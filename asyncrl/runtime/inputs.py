@@ -501,7 +501,7 @@ def load_prompts(
     if config.data.eval is not None and config.evaluate.every is not None:
         eval_rows, data = rows_of(config.data.eval), config.data.model_copy(update={"shuffle": False})
         source = PromptSource(eval_rows, tokenizer, data, seed=config.seed, max_epochs=1, for_agents=agents)
-        held_out = list(iter(source.next, None))
+        held_out = list(iter(source.next, None))[: config.evaluate.limit]
         notes += source.notes()
     _sources_read.clear()
     return prompts, held_out, list(dict.fromkeys(notes))

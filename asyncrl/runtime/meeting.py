@@ -1,6 +1,6 @@
 """Opens the line (the connection) between rank 0 and the other ranks, and handles ranks and nodes that join, leave or are lost.
 
-On rank 0 all handlers are registered before the line opens, because other ranks send as soon as they are connected.
+Rank 0 registers the handlers of the first messages before the line opens: other ranks send as soon as they are connected.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def meet_ranks(run: OpenRun) -> None:
 
 async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
     """At the end: tell rank 0 that this rank leaves, or on rank 0 wait until the other ranks have left. Then close the line.
-    Errors: RankLost on rank 0 if it did not fail, and another rank did not leave. torchrun would wait for that rank for ever."""
+    Errors: RankLost on rank 0, if rank 0 did not fail and another rank did not leave: torchrun would wait for that one."""
     world, line, missing = run.world, run.line, list[str]()
     failed = kind is not None or not world.is_open
     timeout_s = _LEAVE_AFTER_ERROR_S if failed else _LEAVE_S

@@ -84,9 +84,9 @@ def predicted(
     Errors: ConfigError if the model's configuration cannot be read. The purposes are:
     weights, gradients, optimizer: of the trained parameters, in float32 or wider. With adapters `weights` has the frozen ones, too.
     copies: in the matmul dtype the working copy, merged weights of adapters, the reference, both halves of the weight board, and
-    what FSDP gathers; its gradients also in float32. On a rank that only generates: board, adapters, weights to merge them with.
+    what FSDP gathers; FSDP's gradients in float32, too. On a rank that only generates: board, adapters, weights to merge them with.
     microbatch: activations, logits, and the larger of the head's and one layer's backward.
-    cache: keys and values. workers: their processes' part. reward_models: weights and one batch. libraries: a constant."""
+    cache: keys and values. workers: their libraries, and vLLM's weights. reward_models: weights and one batch. libraries: fixed."""
     placement = placement or Placement((), 1, 1, "")
     described = describe_module(config.model)
     text, itemsize = described.config.get_text_config(), DTYPES[config.model.dtype].itemsize

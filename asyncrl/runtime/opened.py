@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from asyncrl.distributed.line import LineClient, LineServer
     from asyncrl.distributed.line_ledger import LineLedger
 
-    # These modules import transformers, which takes seconds, and which a dry run does not need.
+    # These modules import transformers, which takes seconds, and which `train.kind: dry_run` does not need.
     from asyncrl.models.policy import PolicyModel
     from asyncrl.models.reward_model import RewardModel
     from asyncrl.training.trainer import TorchTrainer
@@ -77,8 +77,9 @@ _OF_ONE_RANK = PlatformError, TransportError, WorkerDied, StallError, RankLost
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The state of a run, or its result. `books`: the ledger's numbers. `reasons`: `dropped: REASON` or `failed: REASON` -> groups.
-    `shares`: metrics `busy/*` and `idle/*`, as fractions of the run. `history`: (version, metrics) of the newest 2,000 lines."""
+    """The state of a run, or its result. `books`: numbers of all ranks. `reasons`: `dropped: REASON` or `failed: REASON` -> this
+    rank's groups (with `distributed.roles`, on rank 0: the groups of all ranks). `shares`: metrics `busy/*` and `idle/*`, as
+    fractions of the run. `history`: (version, metrics) of the newest 2,000 lines."""
 
     version: int
     books: LedgerStatistics
@@ -91,7 +92,7 @@ class RunSummary:
 class OpenRun:
     """The parts of an open run. `opening.open_run` sets the attributes below."""
 
-    # A dry run has no policy, core, verdict, round, reward models and model description.
+    # With `train.kind: dry_run` there is no policy, core, verdict, round, reward model or model description.
     saved: SavedRun | None = None  # the checkpoint that is resumed
     journal: Journal
     lanes: tuple[Any, ...]  # ThreadLane | SimulatedLane; the first is the trainer's
@@ -138,7 +139,7 @@ class OpenRun:
         self.stack = stack
         self.supervisor = Supervisor()
         self.stopped_by: str | None = None  # the name of a signal
-        # Another rank -> the reason that it sent for its end. Rank 0 has the reasons of training ranks, other ranks that of rank 0.
+        # Another rank -> why it ended, by its message. Rank 0 has the reasons of training ranks, other ranks the reason of rank 0.
         self.end_reasons: dict[str, RankLost] = {}
         self.ended_by: BaseException | None = None  # the error that ended the pumps
         self.stalled = False  # another rank has reported a standstill of the run

@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.pumps.pipeline import StepReport
 
 if TYPE_CHECKING:
-    # This module imports transformers, which takes seconds, and which a dry run does not need.
+    # This module imports transformers, which takes seconds, and which `train.kind: dry_run` does not need.
     from asyncrl.models.policy import PolicyModel
 
 # TFLOP/s of dense bfloat16 products on tensor cores: half of the numbers in NVIDIA's data sheets, which are for sparse products.

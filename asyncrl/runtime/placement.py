@@ -105,8 +105,8 @@ class AssumedCards(Cards):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a rank trains and generates. `devices`: `tensor_parallel` for each of its workers; empty: its engine is on the lane of
-    the trainer, or it does not generate. `threads`: of each process of a worker; `trainer_threads`: of the trainer's lane. `line`:
+    """Where a rank trains and generates. `devices`: `tensor_parallel` devices per worker; empty: the engine is on the trainer's
+    lane, or the rank does not generate. `threads`: of each process of a worker; `trainer_threads`: of the trainer's lane. `line`:
     what was chosen, and why. `trainer`: device of the trainer and of the weight board. `trains`, `generates`: the rank's role."""
 
     devices: tuple[torch.device, ...]

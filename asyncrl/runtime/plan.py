@@ -155,8 +155,7 @@ def announcement(
     config: Config, directory: Path | None, verdict: Verdict | None, placed: str, *, rows: int | None
 ) -> list[str]:
     """The first lines of a run: sizes, placement, the model's path, and warnings about a resolved configuration.
-    `placed`: the sentence about the placement. `rows`: the number of training prompts; None if there are none, for example
-    because other processes sample the groups."""
+    `placed`: the sentence about the placement. `rows`: the number of configured training prompts; None without such prompts."""
     rollout = config.rollout
     lines = [
         f"{config.run.name}: preset {config.preset}, {rollout.groups_per_step} groups x {rollout.group_size} "

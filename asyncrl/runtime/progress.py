@@ -95,7 +95,7 @@ class Listeners:
 
 
 class StepStream:
-    """An asynchronous iterator over all steps that are committed after the constructor, even before the first `anext`.
+    """An asynchronous iterator over all steps that are committed after `Runtime.steps`, even before the first `anext`.
     The stream holds no resource, and the Runtime has a weak reference to it: a `break` out of `async for` needs no cleanup."""
 
     def __init__(self) -> None:

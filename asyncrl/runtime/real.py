@@ -1,4 +1,4 @@
-"""Opens the model, the trainer and the engine of a run other than a dry run. The engine is on the trainer's lane, or in workers."""
+"""Opens the model, the trainer and the engine for `train.kind: torch`. The engine is on the trainer's lane, or in workers."""
 
 from __future__ import annotations
 

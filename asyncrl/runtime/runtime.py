@@ -24,7 +24,7 @@ from typing import Any, Literal, Self, cast
 
 import numpy as np
 
-from asyncrl.concurrency.descriptors import descriptor_advice, lacks_descriptors
+from asyncrl.concurrency.descriptors import descriptor_advice
 from asyncrl.concurrency.offload import offload
 from asyncrl.concurrency.supervisor import plain_task_group
 from asyncrl.concurrency.watchdog import ProgressLimit, Watchdog
@@ -164,8 +164,8 @@ class Runtime:
                 if isinstance(later, AsyncrlError) or later is last:
                     first.add_note(f"and at the end: {type(later).__name__}: {later}")
                 later = later.__context__
-            if lacks_descriptors(last) or lacks_descriptors(first):
-                first.add_note(descriptor_advice())
+            if advice := descriptor_advice(last) or descriptor_advice(first):
+                first.add_note(advice)
             raise first from first.__cause__
 
     def _make_watchdog(self, settings: WatchdogConfig) -> Watchdog:
@@ -321,7 +321,7 @@ class Runtime:
 
     def log(self, name: str, value: float) -> None:
         """Log a metric of your own, from any thread. `own/NAME` of a step is the mean of all ranks' values since the previous step.
-        Values after the last step are in the last line of metrics. Errors: DataError for an invalid name or value."""
+        Rank 0's values after the last step are in the last line of metrics. Errors: DataError for an invalid name or value."""
         self._require_open("log")
         for metric, number in as_numbers({name: [value]}, 1, "log", "own/")[0].items():
             self.recorder.log(metric, number)
@@ -331,9 +331,9 @@ class Runtime:
     ) -> dict[str, float]:
         """Evaluate an episode loop of your own, with `evaluate.samples` concurrent episodes per prompt. Returns the metrics.
         `play`: a coroutine function `episode(task, policy)`, as for `Runtime.play`; or one that gets a prompt and returns the
-        trajectory of one episode. An episode that has no reward is scored by the run's reward functions. A failed episode is played
-        again up to `rollout.retries` times, and then left out. The weights do not change during the call, so a `submit` in `play`
-        may wait for ever. The metrics are named as for `data.eval` (`eval/NAME/avg@k`, ...), and join the version's line."""
+        trajectory of one episode. The run's reward functions score an episode without a reward. A failed episode is played again up
+        to `rollout.retries` times, and then left out. The weights stay the same during the call, so a `submit` in `play` may wait
+        for ever. The metrics, such as `eval/NAME/avg@k`, are in the line of the version."""
         run, function = self._require_open("evaluate"), cast(Any, play)
         as_numbers({name: 0}, 1, "evaluate")
         if self.config.data.eval and name == self.config.rollout.environment.rpartition(":")[2]:
@@ -362,7 +362,7 @@ class Runtime:
         return metrics
 
     async def finish(self) -> RunSummary:
-        """Declare that no group will be submitted any more. Returns when every group is trained or dropped. Then `steps()` ends."""
+        """Declare that no more groups come. Returns when all groups are trained, or dropped as no step needs them. Ends `steps`."""
         run = self._require_open("finish")
         await run.graph.drain()
         return run.summary()
@@ -415,7 +415,7 @@ class Runtime:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer, with its chat template. In a dry run each byte is a token."""
+        """The model's tokenizer, with its chat template. With `train.kind: dry_run` each byte is a token."""
         return self._require_run("tokenizer").tokenizer
 
     def _require_open(self, method: str) -> OpenRun:

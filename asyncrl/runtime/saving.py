@@ -20,7 +20,7 @@ import anyio
 from asyncrl.checkpoint.shards import SHARDS, shards_writer, write_shard
 from asyncrl.checkpoint.state import state_writer
 from asyncrl.checkpoint.store import Checkpoint, CheckpointStore
-from asyncrl.concurrency.descriptors import lacks_descriptors
+from asyncrl.concurrency.descriptors import descriptor_advice
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.resolve import row_limit
 from asyncrl.config.schema import Config
@@ -124,7 +124,7 @@ class Checkpointer:
     directory: RunDirectory | None
     world: World
     ports: Ports
-    core: TorchTrainer | None  # None in a dry run, which saves nothing
+    core: TorchTrainer | None  # None with `train.kind: dry_run`: such a run saves nothing
     lane: Any  # the trainer's
     tokenizer: Any
     prompts: PromptSource | None  # as in `OpenRun`
@@ -137,7 +137,7 @@ class Checkpointer:
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
         # The newest version that was written, is being written, or was refused.
         self._saved_version: int | None = None
-        self._idle = anyio.Event()  # not set while a copy is being written, or waits for that
+        self._idle = anyio.Event()  # not set while a copy is written, or waits for that
         self._idle.set()
         self.saving = False  # whether a checkpoint is being written or made by `at_end`
         self._last_by_time = time.monotonic()  # when `every_s` last made a checkpoint due
@@ -161,7 +161,7 @@ class Checkpointer:
         After a stall or a failed checkpoint nothing is saved: the save could hang or fail, too. With a sharded model, a rank that
         failed alone saves nothing: the other ranks are still running and write no parts."""
         # If the process has run out of file descriptors, the reserved descriptors suffice for a checkpoint.
-        if isinstance(error, (StallError, CheckpointError)) and not lacks_descriptors(error):
+        if isinstance(error, (StallError, CheckpointError)) and not descriptor_advice(error):
             return False
         core = self.core
         if core is not None and core.is_sharded and self._ranks > 1 and error is not None and not stopped:
@@ -385,7 +385,7 @@ class Checkpointer:
         Errors: CheckpointError, DataError."""
         core, run = self.core, saved.checkpoint.run
         if core is None:
-            raise CheckpointError("resume=true: a dry run has nothing to resume")
+            raise CheckpointError("resume=true: a run with train.kind=dry_run has nothing to resume")
         rank = str(self.world.train.rank)
         saved.require_cursor(self.world.roles.differ)
         # The number of ranks may change only if every rank holds the whole model and all ranks share one cursor.

@@ -113,7 +113,7 @@ class DeviceTimes:
 
     def poll(self) -> tuple[str, float] | None:
         """Resolve the pairs that have ended, unless a closure runs on the host. Returns the closure that the device computes now,
-        and since when; None: the device is idle. Any thread may call this."""
+        and since when; None: the device is idle or had an error. Any thread may call this."""
         with self._lock:
             if not self._in_closure:
                 self._resolve()

@@ -85,8 +85,8 @@ class BlockSampler:
     for `allowed_s` seconds, the sampling thread samples its stack."""
 
     def __init__(self, clock: Callable[[], float], allowed_s: float, report: Callable[[str], None]) -> None:
-        """`clock`: real time, even if the recorder has a simulated clock. `report` is called on the sampling thread, once for each
-        blockage of more than `_STILL_BLOCKED_S`."""
+        """`clock`: real time, even if the recorder has a simulated clock. `report` is called on the sampling thread, at most once
+        for each blockage of more than `_STILL_BLOCKED_S`."""
         self._clock, self._report = clock, report
         self._allowed_s = allowed_s
         self._watched = threading.get_ident()
@@ -185,7 +185,7 @@ async def monitor(
             if late > blocked_s:
                 recorder.count("loop/blocked")
                 if did_not_wait or processor_s > late / 2:
-                    place = frame or "code that held the GIL or has no Python frame"
+                    place = frame or "native code on the thread of the event loop (no Python frame was seen)"
                     text = f"event loop blocked {late:.2f} s in {place}"
                     recorder.instant(text, track="event loop")
                     reported = {name: at for name, at in reported.items() if now - at < _REPORT_AGAIN_S}

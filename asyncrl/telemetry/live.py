@@ -110,7 +110,7 @@ class LiveView:
 
     def status(self, text: str) -> None:
         """Show the progress of a stage before the first step. `text`: the stage, a colon, and counts. With a bar the text is beside
-        the bar. Without a bar it is a line, when the stage begins and every 30 s if its counts change. Any thread may call this."""
+        the bar. Without one it is a line, when the stage begins and at most every 30 s if counts change. Any thread may call it."""
         if self._off:
             return
         if self._progress is not None:

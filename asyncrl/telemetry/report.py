@@ -118,7 +118,7 @@ def _account(curves: Curves) -> dict[str, dict[str, float]]:
 
 
 def _rollouts(directory: Path) -> tuple[list[dict[str, Any]], list[float]]:
-    """Samples of some steps, and [lowest, highest] reward of all rollouts of these steps."""
+    """Samples of some steps, and [lowest, highest] reward of all rollouts of these steps. Reads the files of rank 0 only."""
     sets: list[dict[str, Any]] = []
     low, high = math.inf, -math.inf
     for step in _sampled_steps(directory):

@@ -33,7 +33,7 @@ _MOST_WARNINGS = 100  # in a report
 FIRST = 3
 # An `idle/reward` of at least this is worth a warning.
 LARGE_WAIT = 0.25
-# Advantages that may differ from 0 in a group of equal rewards: they use raw rewards, the whole step, or components.
+# Advantages that may differ from 0 if each group has equal rewards: they use raw rewards, the whole step, or components.
 _ACROSS_GROUPS = ("none", "reinforce_pp", "gdpo")
 
 _FIRST_TOKEN_REASON = (
@@ -135,7 +135,7 @@ def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:
     failed = [name for name, n in metrics.items() if name.startswith("reward/") and name.endswith("/errors") and n]
     if failed:
         names = ", ".join(name.removeprefix("reward/").removesuffix("/errors") for name in failed)
-        return [f"calls of {names} failed and were not counted as rewards (reward.on_error); the log has the errors"]
+        return [f"calls of {names} failed, and reward.on_error replaced their scores; the log has the errors"]
     if metrics.get("completions/max_length", 2.0) <= 1:
         return [_FIRST_TOKEN_REASON]
     many_cut = metrics.get("completions/clipped_ratio", 0.0) >= LARGE_CLIPPED_RATIO

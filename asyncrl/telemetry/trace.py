@@ -100,5 +100,17 @@ def _entries(events: list[TraceEvent], tid_of: dict[int, int], started: float) -
 
 
 def dump(value: Any) -> bytes:
-    """JSON without line breaks. NaN and infinities become null, NumPy values become numbers and lists, other types become text."""
-    return orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    """JSON in one line. NaN becomes null; other types, and integers above 64 bits, become text. TypeError for lone surrogates."""
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    try:
+        return orjson.dumps(value, default=str, option=option)
+    except TypeError:
+        return orjson.dumps(_large_as_text(value), default=str, option=option)
+
+
+def _large_as_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_large_as_text(key): _large_as_text(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_large_as_text(item) for item in value]
+    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**64 else value

@@ -40,14 +40,14 @@ def exact_halves(sums: Tensor) -> Tensor:
 
 
 def different_ranks(rows: Tensor, shards: int) -> list[int]:
-    """The ranks whose row differs from the most frequent row of its set. `rows`: [ranks, columns]. The ranks r, r + `shards`,
+    """The ranks whose row differs from the most frequent row in their set. `rows`: [ranks, columns]. The ranks r, r + `shards`,
     r + 2 `shards`, ... are a set: they should have the same masters."""
     different = list[int]()
     for shard in range(shards):
-        group = [tuple(row) for row in rows[shard::shards].tolist()]
+        rows_of_set = [tuple(row) for row in rows[shard::shards].tolist()]
         # If two rows are equally frequent, this is the row of the lower rank.
-        majority = Counter(group).most_common(1)[0][0]
-        different += [shard + shards * copy for copy, row in enumerate(group) if row != majority]
+        majority = Counter(rows_of_set).most_common(1)[0][0]
+        different += [shard + shards * copy for copy, row in enumerate(rows_of_set) if row != majority]
     return sorted(different)
 
 

@@ -57,7 +57,7 @@ class DryRunTrainer:
         return await self._run(self._finish, "finish", self._finish_s)
 
     async def abort_train_step(self) -> None:
-        """Without an open step this does nothing."""
+        """Drops the open step, if there is one."""
 
         def abort() -> None:
             self._open = None
@@ -67,7 +67,7 @@ class DryRunTrainer:
     async def compute_logprobs(
         self, batch: Microbatch, model: Literal["policy", "reference"] = "policy"
     ) -> Float32Array:
-        """The sampler's log-probs [S]: policy, reference and sampler are equal in a dry run."""
+        """The sampler's log-probs [S], whatever `model` says: this trainer has no models."""
         tokens = int(batch.tokens.size)
         cost = self._train_token_s * tokens / 3  # a forward costs a third of forward and backward
         return await self._run(batch.sampler_logprobs.copy, "logprobs", cost, tokens=tokens)

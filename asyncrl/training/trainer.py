@@ -328,13 +328,16 @@ class TorchTrainer:
         }
         if self.control is not None:
             state["entropy_control"] = {"coefficient": self.control.coefficient, "entropy": self.control.entropy}
+        elif self._saved_control:
+            state["entropy_control"] = dict(self._saved_control)
         if self.reference is not None:
             flat = self.policy.weights
             state["reference"] = {name: flat.view(self.reference, i) for i, name in enumerate(flat.names)}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copies a result of `state_dict`. Errors: TrainStepError while a step is open, KeyError for a missing entry."""
+        """Copies a result of `state_dict`. Errors: TrainStepError while a step is open, KeyError for a missing entry, and those of
+        `Parameters.load_masters`."""
         if self._step is not None:
             raise TrainStepError("load_state_dict: a train step is open; finish or abort it first")
         flat = self.policy.weights
@@ -343,9 +346,10 @@ class TorchTrainer:
                 raise KeyError("the state has no reference model, but this trainer needs one (algorithm.kl.coef > 0)")
             for index, name in enumerate(flat.names):
                 flat.view(self.reference, index).copy_(state["reference"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        # Before the optimizer, whose error about another shape says less.
         require_names("the state", self.parameters.names, state["masters"])
         self.parameters.load_masters(state["masters"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.control, self._saved_control = None, state.get("entropy_control", {})
         self.policy.version = int(state["version"])
         self.steps_done = int(state["steps_done"])

@@ -48,7 +48,7 @@ def inventory() -> list[Entry]:
                 whole = found.get(name, Entry(name, 0))
                 problem = "; ".join(filter(None, (whole.problem, entry.problem)))
                 found[name] = Entry(name, whole.size + entry.size, None, whole.records + entry.records, problem)
-    return [replace(entry, owner=owner_of(entry.name)) for entry in found.values()]
+    return [replace(found[name], owner=owner_of(name)) for name in sorted(found)]
 
 
 def _is_own_file(path: Path) -> bool:
@@ -57,9 +57,9 @@ def _is_own_file(path: Path) -> bool:
 
 
 def _read_entry(name: str) -> Entry:
-    """One segment without its rings. For a ring with "damaged" in its name: a problem, and 0 records."""
+    """One segment without its rings. For a part of the kind "damaged": a problem, and 0 records."""
     size = os.lstat(path_of(name)).st_size
-    damaged = ".damaged-" in name
+    damaged = name.removeprefix(base_name(name)).startswith(".damaged-")
     try:
         segment = Segment.attach(name)
     except TransportError as error:
@@ -89,11 +89,12 @@ def clear(name: str, *, drop_records: bool = False) -> int:
     parts = parts_of(name, "ring", "damaged")
     # If only rings of the name exist, clear only these. If nothing exists, `_is_own_file` raises FileNotFoundError.
     if not parts or os.path.lexists(path):
+        parts.append(name)
+    for path in map(path_of, parts):
         if not _is_own_file(Path(path)):
             raise TransportError(
                 f"{path} is a link or a folder, or of another user: no segment of yours; remove it by hand"
             )
-        parts.append(name)
     with contextlib.ExitStack() as locks:
         # The segment `name` is the last part. Lock it first, as a new owner does; remove it last, so that `clear` can be repeated.
         for part in reversed(parts):

@@ -3,7 +3,7 @@
 Each node has a weight board: two halves of memory, each for the weights of one version (sync.py).
 
     sender's loop     GeneratingNodes   a version is in a half of the sender's board: tell rank 0
-    rank 0            Orders.run        the receivers of an order have a free half: send them and all senders the order (orders.py)
+    rank 0            Orders.run        once each receiver of an order has a free half: send the order to all its nodes (orders.py)
     sender's lane     Stripes           broadcast the sender's stripe of the half to all receivers, bucket by bucket
     receiver's lane   Stripes           receive the stripes of all senders into the free half of the receiver's board
     receiver's loop   WeightReceiver    move the receiver's workers to that half
@@ -14,7 +14,7 @@ sender waits for another sender, and senders receive nothing. Broadcasts run on 
 With LoRA only the masters of the adapters travel, and the receiver merges them into its free half (models/parameters/merge.py). A
 node without weights first gets all weights, unmerged, and keeps a copy of each adapted weight.
 
-An order may carry rank 0's log-probs of the fixed row (sync.py). Workers compare theirs with them, which finds misplaced bytes.
+An order may carry rank 0's log-probs of the fixed row (sync.py). Workers compare these with their own, to find misplaced bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def stripes(total: int, senders: int) -> list[tuple[int, int]]:
 
 
 def buckets(total: int, senders: int, size: int) -> list[list[tuple[int, int]]]:
-    """For each sender, the (start, end) of the buckets of its stripe. A bucket has at most `size` of the `total` bytes."""
+    """For each sender, the (start, end) of each bucket in the sender's stripe. A bucket has at most `size` of the `total` bytes."""
     return [
         [(start, min(start + size, end)) for start in range(first, end, size)] for first, end in stripes(total, senders)
     ]
@@ -79,7 +79,7 @@ class Stripes:
         whole_bytes: int | None = None,
     ) -> str | None:
         """Send this node's stripe of `half`; a receiver receives all stripes into it. `read(start, end)` returns what is sent for
-        `half[start:end]`. `whole_bytes`: of all stripes, if `half` is only this node's. Returns None, or a sentence on failure."""
+        `half[start:end]`. `whole_bytes`: of all stripes, if `half` is one stripe. Returns None, or a sentence on failure."""
         action, options = "forming the process group", dist.BroadcastOptions()  # the root is rank 0, the sender
         # Sender -> (name of the broadcast in errors, the running broadcast, the memory that it reads or writes).
         works: dict[str, tuple[str, Any, Tensor]] = {}
@@ -159,7 +159,7 @@ class GeneratingNodes:
         lora: LoraParameters | None = None,
         whole_bytes: int | None = None,
     ) -> None:
-        """`lane`: runs only broadcasts. `lora`: the trained adapters; then `adapters` has a buffer for their masters for each half.
+        """`lane`: runs only broadcasts. `lora`: the trained adapters; then `adapters[half]` is a buffer for their masters.
         `whole_bytes`: size of all weights, if the board has only the stripe of this node."""
         self._whole_bytes = whole_bytes
         self._board, self._stripes, self._lane, self._desk = board, stripes, lane, desk
@@ -228,7 +228,7 @@ class WeightReceiver(BoardOwner):
 
     async def next(self) -> int:
         """Returns the next version once every worker has it. The first call returns the version of `post_first`; each later call
-        receives a newer version. Repeat a call that was cancelled. Errors: RankLost, and those of the workers."""
+        receives a newer version. Do not call it again after a cancelled call. Errors: RankLost, and those of the workers."""
         if self._announced is None and self.current.version > self._returned:
             self._returned = self.current.version
             return self._returned

@@ -127,7 +127,7 @@ class Orders:
                 await self._broadcast(receivers)
 
     def _next_receivers(self) -> list[str] | None:
-        """The receivers of the next order; None if all receivers have the newest version, or one that needs it has no free half."""
+        """The receivers of the next order. None if no receiver needs `_held`, or if one that needs `_held` has no free half."""
         behind = [n for n, version in self._versions.items() if version < self._held and n not in self._starting]
         # Nodes without weights come first, in a separate order: they need all weights, other nodes perhaps only adapters.
         behind = [node for node in behind if self._versions[node] < 0] or behind

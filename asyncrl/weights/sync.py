@@ -13,7 +13,7 @@ a worker's end. The fixed row (models/outputs.py) is 16 fixed tokens, whose log-
 
 A half is free while no worker can read it. A move that did not end (the caller was cancelled, or a worker raised) may leave workers
 on both halves, so no half is free: the next update repeats that move before it writes. A pinned worker (held at its version) reads
-the older half while other workers move. That half becomes free when the pin ends, and the next update waits for this.
+the older half while other workers move. The next update waits until the pin has ended and this worker has left the older half.
 
 The working copy of a bfloat16 model (the weights that its modules read) is a half of the board. Each optimizer step casts the
 masters into the free half (`FlatParameters.target`); several steps without an update use the same half. While no half is free, the
@@ -97,7 +97,7 @@ class SharedWeights:
 
 
 class BoardWorkers(Protocol):
-    """The readers of a board. A pinned reader keeps its half until its pin ends."""
+    """The readers of a board. A pinned reader keeps its half until the pin has ended and the reader has moved."""
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Move to `version`, which is in `half`. Returns once every later token comes from `version`, except tokens of pinned
@@ -125,7 +125,7 @@ class BoardOwner:
 
     @property
     def current(self) -> PostedVersion:
-        """The version of the last completed move; a new worker starts with it. Errors: LifecycleError before the first version."""
+        """The version of the last completed move. Errors: LifecycleError before the first version."""
         if self._current is None:
             raise LifecycleError("nothing is on the weight board yet: `post_first` comes before the first worker")
         return self._current
@@ -190,11 +190,12 @@ class WeightPublisher(BoardOwner):
                 await self._move(self._announced)
             if self.current.version < version:
                 half = await self._wait_for_half()
+                self._is_free = False  # also if this task is cancelled before the move
                 write = partial(self._write, version, half)
                 await self._move(await self._lane.run(write, name="publish/write", priority=1))
 
     async def wait_writable(self) -> None:
-        """Wait until the next optimizer step can cast into a free half. Returns at once if steps do not cast, or a move failed."""
+        """Wait for a running update. Then, if steps cast and no move failed, wait until the next step can cast into a free half."""
         async with self._one_at_a_time:
             if self._casts_into_halves and self._announced is None:
                 await self._wait_for_half()
@@ -263,7 +264,7 @@ class WeightReader:
     def __init__(
         self, board: Board, engine: BoardEngine, lane: Lane, send: Callable[[Mapping[str, Any]], None]
     ) -> None:
-        """`send` sends the trainer's process `{"bound": version}` after each move, or `{"wrong": sentence}`, which ends the run."""
+        """`send` sends the trainer's process `{"bound": version}` after each move. `{"wrong": sentence}` ends the run."""
         self._board, self._engine, self._lane, self._send = board, engine, lane, send
         self._comparisons = Comparisons(engine.output_bound)
         self._half = -1  # the half that the engine reads; -1: none

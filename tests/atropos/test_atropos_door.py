@@ -7,6 +7,7 @@ import gzip
 import os
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="needs the extra [http]")
 
 from atropos_helpers import TERMS, group, opened  # noqa: E402
 
-from asyncrl.atropos.door import AtroposDoor  # noqa: E402
+from asyncrl.atropos.door import FORGET_S, AtroposDoor, Environments  # noqa: E402
 from asyncrl.atropos.groups import RankRings  # noqa: E402
 from asyncrl.http.access import Address  # noqa: E402
 
@@ -139,6 +140,27 @@ async def test_a_sender_that_leaves_while_it_waits_has_pushed_nothing(name: str)
         assert s.client.statistics().puts == 3
 
 
+async def test_a_sender_that_leaves_before_its_reply_has_pushed_its_groups_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(name) as s:
+        timeouts, real = list[float](), RankRings.push
+
+        async def push(self: RankRings, number: int, scored: Any, *, timeout: float) -> None:
+            timeouts.append(timeout)
+            await real(self, number, scored, timeout=timeout)
+            if len(timeouts) == 2:
+                for connection in s.door._server._server.connections:
+                    connection.transport.abort()
+
+        monkeypatch.setattr(RankRings, "push", push)
+        with pytest.raises(aiohttp.ClientError):
+            await s.post("/scored_data_list", [group(7), group(8)])
+        assert timeouts[0] > timeouts[1]  # all groups of a request have one deadline
+        assert (await s.post("/scored_data_list", [group(7), group(8)]))[0] == 200
+        assert s.client.statistics().puts == 2
+
+
 async def test_environments_that_ask_are_told_that_the_run_is_over_before_the_port_closes(name: str) -> None:
     """As Atropos reckons: it ends by itself once its steps and those of the queue exceed the number of steps."""
     async with opened(name) as s:
@@ -175,6 +197,24 @@ async def test_an_environment_that_died_does_not_hold_up_the_end(name: str, monk
         await s.get("/status-env", {"env_id": 0})
         async with asyncio.timeout(30):
             await s.door.__aexit__()
+
+
+@pytest.mark.parametrize("way", ["disconnects", "forgotten"])
+async def test_the_end_waits_for_no_environment_that_has_left(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.atropos.door.LINGER_S", 3600.0)
+    known, now = Environments(), [0.0]
+    monkeypatch.setattr("asyncrl.atropos.door.awake.now", lambda: now[0])
+    number, _ = known.register({})
+    known.status(number, 3, deque())
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(known.announce_over)
+            await anyio.wait_all_tasks_blocked()
+            if way == "disconnects":
+                assert known.disconnect(number)
+            else:
+                now[0] = FORGET_S + 1
+                known.register({})
 
 
 def own_threads() -> set[str]:

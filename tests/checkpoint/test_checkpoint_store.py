@@ -115,14 +115,18 @@ def test_a_version_is_replaced(tmp_path: Path, exchange: bool, monkeypatch: pyte
     assert content(store, 5) == "b" and not (store.path(5) / "extra").exists()
 
 
-def test_a_rename_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_rename_that_fails_puts_the_old_one_back(
+    tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
     store = CheckpointStore(tmp_path)
     store.save(5, model_writer("a"))
     real = os.rename
 
     def rename(source: Any, target: Any) -> None:
-        if Path(target).name == "step_5" and "tmp-step" in Path(source).name:
+        if "tmp-step" in Path(source).name and (exchange or Path(target).name == "step_5"):
             raise OSError(5, "broken disk")
         real(source, target)
 
@@ -168,6 +172,15 @@ def test_damage_is_named_with_the_way_out(tmp_path: Path, name: str) -> None:
         store.load_latest()
     assert str(store.path(2)) in str(caught.value) and f"damaged: {name} " in str(caught.value)
     assert f"step_1 is intact: run `ln -sfn step_1 {tmp_path}/latest`" in str(caught.value)
+    if name == "weights.bin":  # a copy of the directory followed the link
+        (tmp_path / "latest").unlink()
+        (tmp_path / "latest").mkdir()
+        told = store.resume_advice(1)
+        assert told.startswith(
+            f"step_1 is intact: remove the directory {tmp_path}/latest, which must be a link, run `ln -sfn"
+        )
+        (tmp_path / "latest").rmdir()
+        (tmp_path / "latest").symlink_to("step_2")
     (store.path(2) / name).unlink()
     with pytest.raises(CheckpointError, match=f"damaged: {name} is missing"):
         store.load_latest()

@@ -52,8 +52,10 @@ def test_a_wheel_has_version_licence_and_examples(installed: Path) -> None:
     assert "asyncrl = asyncrl.cli.app:main\n" in (about / "entry_points.txt").read_text()
     metadata = (about / "METADATA").read_text()
     assert "License-Expression: Apache-2.0\n" in metadata and f"\nVersion: {asyncrl.__version__}\n" in metadata
-    wanted = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}
-    assert {path.name for path in (installed / "asyncrl" / "examples").iterdir()} == wanted
+    theirs, ours = installed / "asyncrl" / "examples", ROOT / "examples"
+    wanted = {path.relative_to(ours) for path in ours.rglob("*") if path.suffix in (".py", ".yaml")}
+    assert {path.relative_to(theirs) for path in theirs.rglob("*.*")} == wanted
+    assert Path("adapters/from_trl.py") in wanted
     assert not list(installed.rglob("*.so"))
     hint = "from asyncrl.builds import install_command; print(install_command('http'))"
     assert run("-c", hint, cwd=installed, PYTHONPATH=str(installed)) == "pip install 'asyncrl[http]'\n"

@@ -71,7 +71,12 @@ def test_what_is_owned_is_listed_and_not_cleared_and_a_dead_owners_is(
     assert "no such segment" in capsys.readouterr().err
 
 
-def test_accepted_records_are_not_cleared_without_a_word(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("end", ["", ".damaged-2"])
+def test_accepted_records_are_not_cleared_without_a_word(
+    name: str, end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name += end
+
     async def leave_one() -> None:
         async with RecordRing(name, RingSettings(total_bytes=1 << 20, slots=8, payload_bytes=1 << 16)) as ring:
             async with await AsyncClient.attach(name) as client:
@@ -103,9 +108,10 @@ def test_a_file_that_is_no_segment_is_said_and_can_be_cleared(name: str, capsys:
 def test_what_is_no_file_is_passed_over(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is opened through a link, and one of them hides no segment."""
     (tmp_path / "file").write_bytes(b"mine")
-    ends = ("", ".folder", ".beside", " of mine")
-    link, folder, beside, mine = (Path(f"/dev/shm/asyncrl.{name}{end}") for end in ends)
-    link.symlink_to(tmp_path / "file")
+    ends = ("", ".ring-0123456789abcdef", ".folder", ".beside", " of mine")
+    link, part, folder, beside, mine = (Path(f"/dev/shm/asyncrl.{name}{end}") for end in ends)
+    for each in (link, part):
+        each.symlink_to(tmp_path / "file")
     folder.mkdir()
     beside.write_bytes(b"x" * 10)
     mine.write_bytes(b"x" * 10)
@@ -115,9 +121,11 @@ def test_what_is_no_file_is_passed_over(name: str, tmp_path: Path, capsys: pytes
         for what in (name, f"{name}.folder"):
             assert main(["shm", "clear", what]) == 1
             assert "no segment of yours" in capsys.readouterr().err
-        assert link.is_symlink() and (tmp_path / "file").read_bytes() == b"mine"
-    finally:
+        assert link.is_symlink() and part.is_symlink() and (tmp_path / "file").read_bytes() == b"mine"
         link.unlink()
+        assert main(["shm", "clear", name]) == 1
+        assert "ring-0123456789abcdef is a link" in capsys.readouterr().err
+    finally:
         folder.rmdir()
-        beside.unlink()
-        mine.unlink()
+        for each in (link, part, beside, mine):
+            each.unlink(missing_ok=True)

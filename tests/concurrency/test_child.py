@@ -219,6 +219,22 @@ async def test_a_worker_that_does_not_end_is_killed_after_its_grace(how: str) ->
         assert made.status == "was killed by SIGKILL"
 
 
+async def test_a_stopped_guard_is_killed_also_if_its_worker_is_hung_up_after_the_kill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "GUARD_S", 0.5)
+    async with worker(guarded=True, environment={"ASYNCRL_TEST_UNTIED": "yes"}) as made:
+        await ask(made, echo=1)
+        guard = psutil.Process(made.pid)
+        guard.suspend()
+        made.kill()
+        made.hang_up(0.0)
+        try:
+            assert await end_of(made) == -signal.SIGKILL
+        finally:
+            end(guard)
+
+
 @pytest.mark.parametrize("how", ["killed", "ends", "closed"])
 async def test_what_a_worker_started_ends_with_it(how: str) -> None:
     async with worker() as made:

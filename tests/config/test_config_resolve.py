@@ -193,6 +193,7 @@ def test_the_two_corrections_are_never_applied_together() -> None:
         (["model.path=null"], ("model.path is not set", "engine.kind=dry_run and train.kind=dry_run")),
         (["train.kind=dry_run"], ("engine.kind is embedded", "train.kind is dry_run")),
         (["evaluate.every=5"], ("data.eval is not set",)),
+        (["evaluate.limit=5"], ("evaluate.limit is 5 but data.eval is not set",)),
         (["resume=true", "run.overwrite=true"], ("resume", "overwrite")),
         (["rollout.group_size=1"], ("rollout.group_size is 1", "at least 2")),
         (

@@ -114,8 +114,15 @@ def test_a_text_that_a_template_would_take_for_true_is_refused(text: str) -> Non
     assert "expected true or false instead of " in complaint(f"data.chat_template_kwargs.switch={text}")
 
 
+@pytest.mark.parametrize("name", ["rollout.stop_token_ids", "rollout.logit_bias", "distributed.roles.train"])
+def test_true_and_false_are_no_numbers_in_a_list_or_mapping_either(name: str) -> None:
+    value = "{5: true}" if name == "rollout.logit_bias" else "[1, false]"
+    assert "expected a number, not true or false" in complaint(f"{name}={value}")
+
+
 def test_an_integer_that_no_machine_holds_is_refused() -> None:
-    assert "expected an integer of at most 64 bits" in complaint(f"train.max_steps={10**400}")
+    for override in (f"train.max_steps={10**400}", f"rollout.stop_token_ids=[{2**64}]"):
+        assert "expected an integer of at most 64 bits" in complaint(override)
     assert load_config([], [f"seed={2**64 - 1}"]).seed == 2**64 - 1
 
 
@@ -177,6 +184,15 @@ def test_paths_are_found_next_to_their_file_or_left_alone(tmp_path: Path, monkey
     models = load_config([write(folder / "z.yaml", text)]).reward.model
     assert [m.path for m in models] == [str(folder / "model"), "org/hub", f"{folder}/rewards.py:f"]
     assert load_config([config_file], ["data.train=train.jsonl"]).data.train == "train.jsonl"
+
+
+def test_the_name_of_a_built_in_method_is_no_path(tmp_path: Path) -> None:
+    for name in ("grpo", "single_turn"):
+        (tmp_path / name).mkdir()
+    text = "algorithm: {loss: grpo, advantage: grpo}\nrollout: {environment: single_turn}\n"
+    config = load_config([write(tmp_path / "x.yaml", text)])
+    assert (config.algorithm.loss, config.algorithm.advantage) == ("grpo", "grpo")
+    assert config.rollout.environment == "single_turn"
 
 
 @pytest.mark.parametrize(
@@ -264,6 +280,7 @@ def test_a_dotted_key_in_a_file_is_told_how_to_nest(tmp_path: Path) -> None:
         ("rollout.group_size=many", ("rollout.group_size is 'many'", "expected an integer >= 1")),
         ("rollout.group_size=0", ("rollout.group_size is 0", "expected an integer >= 1")),
         ("rollout.group_size=true", ("rollout.group_size is true", "an integer")),
+        ("rollout.stop_token_ids=true", ("rollout.stop_token_ids is true", "each item an integer")),
         ("train.lr=on", ("train.lr is 'on'", "expected a number >= 0")),
         ("preset=synk", ("expected one of sync, one_off, async", "did you mean sync?")),
         ("rollout.top_p=1.5", ("> 0 and <= 1",)),
@@ -275,7 +292,9 @@ def test_a_dotted_key_in_a_file_is_told_how_to_nest(tmp_path: Path) -> None:
         ("reward.model=[{path: a, wieght: 1}]", ("reward.model[0].wieght", "an item has path, weight")),
         ("reward.model=[{weight: 1}]", ("reward.model[0].path is missing", "or hub id")),
         ("reward.model=[{path: a, dtype: half}]", ("reward.model[0].dtype is 'half'", "one of float32, bfloat16")),
+        ("data.date=tomorrow", ("data.date is 'tomorrow' (override", "expected a date like 2026-01-31")),
         ("train.lr=[", ("not valid YAML",)),
+        ("train.lr=" + "[" * 2000, ("not valid YAML", "recursion")),
         ("train.lr=1" + "0" * 5000, ("not valid YAML", "Exceeds the limit")),
         ("train.lr", ("write a.b=value",)),
         ("--train.lr", ("has no value",)),
@@ -295,6 +314,27 @@ def test_a_number_where_a_string_belongs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "door={http_key: 12345678901234567890}", "door={http_key: 1234x, rign: 1}", "door={http_key: 1234x", "door=http_key=1234",
+        "door={http_key: 1234x, http_key: 1}", "door.http_key=1234\udc80", "--door.htp-key=1234", "--dor.http-key 1234",
+        "door: {http_key: 1234, http_key: 1}", "door: {http_key: 1234,\n http_key: 123\\\n 4}", "door: http_key 1234",
+        "door: {http_key: *1234}", "door: {http_key: !1234 x}", "door: {http_key: !1234!x y}",
+    ],
+)  # fmt: skip
+def test_no_error_shows_a_secret(tmp_path: Path, text: str) -> None:
+    is_file = text.startswith("door: ")
+    said = (
+        complaint(files=(write(tmp_path / "x.yaml", text),))
+        if is_file
+        else complaint(*text.split(" ") if text[:5] == "--dor" else [text])
+    )
+    assert "1234" not in said.replace(str(tmp_path), "") and (
+        "x.yaml line" in said if is_file else "override '" in said
+    )
+
+
+@pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("seed: 1\ntrain: {lr: 1}\nseed: 2\n", ("line 3 column 1", 'begins on line 1, found duplicate key "seed"')),
@@ -306,6 +346,7 @@ def test_a_number_where_a_string_belongs(tmp_path: Path) -> None:
         ("train:\n\tlr: 1\n", ("line 2 column 1 is not valid YAML: ", "'\\t' that cannot start any token: indent by")),
         ("a: 1\n---\nb: 2\n", ("not valid YAML",)),
         ("train: {lr: 1" + "0" * 5000 + "}\n", ("not valid YAML", "Exceeds the limit")),
+        ("a: " + "[" * 2000 + "]" * 2000, ("not valid YAML", "recursion")),
         ("train: &x {lr: *x}\n", ("alias",)),
         ("train: [&x [*x]]\n", ("alias",)),
         ("{a: 1}: 2\n", ("unhashable key",)),
@@ -344,7 +385,7 @@ def test_what_is_dumped_is_read_back(value: dict[str, object]) -> None:
 
 
 def test_every_setting_has_a_text_and_few_exist(record_property: Callable[[str, object], None]) -> None:
-    """At most a hundred that everybody may have to look at; those of a method are refused while it is not chosen."""
+    """Settings of a method, and of a section that is switched off, are refused: nobody has to look at them."""
     assert all(field.text and field.expected for field in config_fields().values())
     own = [name for name in config_fields() if name in SETTINGS or name.rpartition(".")[0] in SWITCHED]
     found = f"{len(config_fields()) - len(own)} settings outside of methods, {len(own)} of methods"

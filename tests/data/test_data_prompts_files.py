@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.data.prompts_files import open_rows
+from asyncrl.data.prompts_files import is_local, open_rows
 from asyncrl.errors import DataError
 
 ROWS = [
@@ -164,12 +165,37 @@ def test_a_missing_file_says_what_is_read(tmp_path: Path) -> None:
         open_rows(tmp_path / "gone.jsonl")
 
 
+def test_a_file_that_cannot_exist_is_named() -> None:
+    for name in ("~no-such-user/x.jsonl", "x" * 300 + ".jsonl", "x\0.jsonl"):
+        assert not is_local(name)
+        with pytest.raises(DataError, match=r"x\W?.jsonl (does not exist|cannot be read)"):
+            open_rows(name)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="file modes")
 def test_an_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "dir.jsonl")
     (tmp_path / "dir.jsonl").symlink_to(tmp_path / "loop.jsonl")
     with pytest.raises(DataError, match="loop"):
         open_rows(tmp_path / "loop.jsonl")
+
+
+def test_the_digest_of_rows_with_sets_is_that_of_every_process() -> None:
+    """Other rows keep the digest of `repr`, which checkpoints have."""
+    program = (
+        "from asyncrl.data.prompts_files import *; tags = {'a', 'b', 'c', frozenset('xyz')}\n"
+        "print(digest(ListRows([{'q': [(tags, 1)]}]), 'prompt'), digest(ListRows([{'prompt': 'a'}]), 'prompt'))\n"
+        "print(digest(ListRows([{'q': [{'n': {8, 1, 10}}, ({'t': 1},)], 'x': None}]), 'prompt'))"
+    )
+    seen = {
+        subprocess.check_output([sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed})
+        for seed in ("1", "2")
+    }
+    plain = [
+        zlib.crc32(repr(each).encode(), zlib.crc32(b"1"))
+        for each in ("a", {"q": [{"n": {8, 1, 10}}, ({"t": 1},)], "x": None})
+    ]
+    assert len(seen) == 1 and list(map(int, seen.pop().split()))[1:] == plain
 
 
 def test_no_torch_at_import_time() -> None:

@@ -95,6 +95,7 @@ ADD = [{"name": "add"}]
 @pytest.mark.parametrize(
     ("prompt", "options", "wanted"),
     [
+        pytest.param("[" * 100_000, {}, f"<user>{'[' * 100_000}</><assistant>", id="brackets"),
         ("q", {}, "<user>q</><assistant>"),
         ("q", {"system_prompt": "be short"}, "<system>be short</><user>q</><assistant>"),
         ("q", {"template": "raw"}, "q"),
@@ -224,6 +225,10 @@ def test_tools_and_arguments_of_a_row_reach_the_template(written: Any) -> None:
     columns = {"tools": written([TOOL]), "chat_template_kwargs": written({"enable_thinking": False, "other": None})}
     assert ids(tokenizer, [USER], columns) == wanted
     assert ids(tokenizer, "how many?", {"tools": [TOOL]}, chat_template_kwargs={"enable_thinking": False}) == wanted
+    given = {"tools": [TOOL], "enable_thinking": False}
+    assert ids(tokenizer, [USER], chat_template_kwargs=given) == wanted
+    without = oracle(tokenizer, [USER], enable_thinking=False)
+    assert ids(tokenizer, [USER], {"tools": written([])}, chat_template_kwargs=given) == without != wanted
     for wrong, message in (
         ({"enable_thinkng": True}, "has 'enable_thinkng', which the chat template"),
         ("enable_thinking", "are"),

@@ -313,6 +313,23 @@ async def test_waiting_admissions_are_served_in_order() -> None:
 
 
 @virtual
+async def test_a_release_without_a_slot_admits_a_group_that_waits_for_newer_weights() -> None:
+    """A rank that joined with the weights of turn 4 holds up the others' admissions until it has the weights of turn 5."""
+    ledger = LocalLedger(Reservation(1, 1, turn=5))
+    ticket = await fresh(ledger, 0)
+    assert await ledger.begin(4, rank=1)
+    await ledger.claim([ticket])
+    await ledger.commit()
+    await ledger.release(5)
+    waiting = asyncio.ensure_future(ledger.admit(1, rank=1))
+    await anyio.wait_all_tasks_blocked()
+    assert not waiting.done()
+    await ledger.release(4, rank=1)
+    async with asyncio.timeout(60):
+        assert await waiting == Ticket(1, 5, 6)
+
+
+@virtual
 async def test_a_slot_handed_to_a_cancelled_caller_goes_to_the_next() -> None:
     ledger = LocalLedger(Reservation(1, 0))
     holder = await fresh(ledger, 0)

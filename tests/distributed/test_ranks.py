@@ -89,6 +89,20 @@ def test_a_second_world_of_a_process_is_refused_until_the_first_is_closed() -> N
     assert not dist.is_initialized()
 
 
+def test_a_world_that_could_not_open_keeps_no_other_from_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASYNCRL_SECRET", raising=False)
+
+    def fails(*_: object) -> None:
+        raise OSError("no such device")
+
+    for failing, reason in ((World(world_size=2), "ASYNCRL_SECRET"), (World(), "no such device")):
+        with monkeypatch.context() as patched, pytest.raises((PlatformError, OSError), match=reason):
+            patched.setattr(World, "_init_group", fails)
+            failing.open(torch.device("cpu"), single_rank_group=True)
+        with World().open(torch.device("cpu"), single_rank_group=True):
+            assert dist.is_initialized()
+
+
 def test_sums_over_ranks_are_float64() -> None:
     with pytest.raises(TypeError, match="float64"):
         World().all_reduce_sum_(torch.zeros(2))
@@ -345,7 +359,7 @@ def test_a_file_that_somebody_else_names_is_no_secret(tmp_path: Path, kind: str)
         (target if kind == "link" else path).chmod(0o644 if kind == "readable by others" else 0o600)
     if kind == "link":
         path.symlink_to(target)
-    with pytest.raises(PlatformError, match="no such file of this user"):
+    with pytest.raises(PlatformError, match="no file that this user alone can read"):
         rendezvous._read_secret(path)
 
 

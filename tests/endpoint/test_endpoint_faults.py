@@ -9,6 +9,7 @@ import json
 import logging
 import socket
 import struct
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -170,7 +171,8 @@ async def test_a_client_that_disconnects_cancels_its_request(stream: bool, monke
         assert o.session.turns == 1 and o.session.trajectory().branches is None
 
 
-async def test_an_error_in_a_stream_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["ValueError: broken", "the episode of this key has ended"])
+async def test_an_error_in_a_stream_is_an_event(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.01)
     held = Held(Script("qwen2_5", ValueError("broken")))
     async with opened(held) as o, anyio.create_task_group() as tasks:
@@ -182,9 +184,11 @@ async def test_an_error_in_a_stream_is_an_event(monkeypatch: pytest.MonkeyPatch)
         tasks.start_soon(ask)
         await held.asked.wait()
         await anyio.sleep(0.05)
+        if "ended" in why:
+            o.endpoint.end(o.session)
         held.free.set()
         await until(lambda: found)
-        assert found[0][0] == 200 and "event: error" in found[0][1] and "ValueError: broken" in found[0][1]
+        assert found[0][0] == 200 and "event: error" in found[0][1] and why in found[0][1]
 
 
 class Dropping:
@@ -245,6 +249,47 @@ async def test_a_client_that_does_not_read_holds_nothing(monkeypatch: pytest.Mon
         await until(lambda: not episode.requests)
         assert episode.undelivered
         client.close()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+async def test_an_answer_on_its_way_at_the_end_of_the_episode_counts_if_all_of_it_was_sent(reads: bool) -> None:
+    async with opened(Script("qwen2_5", "word " * 100_000), max_context=1 << 20) as o:
+        client = await send(o, ASK | {"logprobs": True})
+        client.setblocking(False)
+        [key] = o.endpoint._keys._open.values()
+        await until(lambda: any(to for _, to in key.answering.values()))
+        [(_, connection)] = key.answering.values()
+        assert connection is not None
+        while reads and connection.get_write_buffer_size():
+            with contextlib.suppress(BlockingIOError):
+                client.recv(1 << 20)
+            await anyio.lowlevel.checkpoint()
+        assert key.answering  # the handler of the request has not woken up yet
+        o.endpoint.end(o.session)
+        assert o.session.turns == reads
+        client.close()
+
+
+async def test_a_key_without_an_episode_keeps_the_newest_answers_that_no_client_got(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a key, a judge's for example, lasts as long as the run."""
+    monkeypatch.setattr(module, "SEND_S", 0.1)
+    monkeypatch.setattr(module, "_MOST_DELIVERED", 2)
+    async with opened(Script("qwen2_5", *["word " * 100_000] * 4), max_context=1 << 20) as o:
+        of_run = replace(o, key=o.endpoint.open(None)[1])
+        key = next(key for key in o.endpoint._keys._open.values() if key.session is None)
+        seen = list[bytes]()
+
+        def has_new() -> bool:
+            return bool(key.undelivered) and [*key.undelivered][-1:] != seen[-1:]
+
+        for limit in range(4):
+            client = await send(of_run, ASK | {"logprobs": True, "max_tokens": 200_000 + limit})
+            await until(has_new)
+            seen += [*key.undelivered][-1:]
+            client.close()
+        assert [*key.undelivered] == seen[-2:]
 
 
 async def test_slow_bodies_and_too_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:

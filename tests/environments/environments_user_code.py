@@ -39,3 +39,4 @@ class Broken(Mine):
 
 
 NOT_A_CLASS = 3
+WITHOUT_SIGNATURE = dict

@@ -142,6 +142,8 @@ FORMATS = [
     ('A\n<tool_call>{"name": "look", "arguments": "{\\"city\\": \\"Bonn\\"}"}</tool_call> B', "A\n B", 1),
     ('<tool_call>{"name": "look", "arguments": {"city": "Bonn"}}</tool_call>' * 2, "", 2),
     ("<tool_call>\n<function=look>\n<parameter=city>\nBonn\n</parameter>\n</function>\n</tool_call>", "", 1),
+    ("<tool_call>" + "<function=look>\n<parameter=city>\nBonn\n</parameter>\n</function>\n" * 2 + "</tool_call>", "", 2),
+    ("<tool_call>" + '<invoke name="look"><parameter name="city">Bonn</parameter></invoke>' * 2 + "</tool_call>", "", 2),
     ("<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>", "", 1),
     ('<minimax:tool_call>\n<invoke name="look">\n<parameter name="city">Bonn</parameter>\n</invoke>\n</minimax:tool_call>', "", 1),
     ('{"name": "look", "parameters": {"city": "Bonn"}}', "", 1),
@@ -174,17 +176,40 @@ def test_calls_of_the_common_formats(text: str, content: str, count: int) -> Non
     assert (rest.strip(), garbage) == (content, 0)
 
 
+@pytest.mark.parametrize(
+    ("text", "thought", "content", "garbage"),
+    [
+        ("hm<|end|><|start|>assistant<|channel|>final<|message|>y", "hm", "y", 0),
+        ("x<|channel|>final<|message|>y", "", "xy", 0),
+        ("<|channel|>analysis<|message|>hm<|end|>x<|start|>assistant<|channel|>final<|message|>y<|end|>z", "hm", "xyz", 0),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>fi", "hm", "<|start|>assistant<|channel|>fi", 0),
+        ("x<|channel|>commentary to=functions.look<|message|>{", "", "x<|channel|>commentary to=functions.look<|message|>{", 1),
+    ],
+)  # fmt: skip
+def test_text_outside_the_channels_is_kept(text: str, thought: str, content: str, garbage: int) -> None:
+    assert read_calls(text, [TOOL]) == (thought, content, [], garbage)
+
+
 GARBAGE = [
     '<tool_call>{"name": "look", "arguments": {"city": </tool_call>',
     '<tool_call>{"name": "look", "arguments": {"city": "Bonn"}}',
     '<tool_call>{"arguments": {"city": "Bonn"}}</tool_call>',
     '<tool_call>{"name": "look", "arguments": ["Bonn"]}</tool_call>',
     "<tool_call></tool_call>",
+    "<tool_call><function=></function></tool_call>",
+    "<tool_call><function=look><parameter=city>Bonn<parameter=day>2</parameter></function></tool_call>",
+    "<tool_call><function=look><parameter=city>Bonn</function></tool_call>",
+    "<tool_call><function=look></function><function=look><parameter=city>Bonn</function></tool_call>",
+    '<invoke name="look"><parameter name="city">Bonn<parameter name="day">2</parameter></invoke>',
+    "<tool_call>look<arg_key>city</arg_key></tool_call>",
+    "<tool_call>look<arg_key>city</arg_key><arg_key>day</arg_key><arg_value>2</arg_value></tool_call>",
+    "<tool_call>look<arg_key>city</arg_key><arg_value>Bonn<arg_key>day</arg_key><arg_value>2</arg_value></tool_call>",
     "[TOOL_CALLS]nothing",
     "<|tool_call_start|>[look(city=Bonn)]<|tool_call_end|>",
     "<|tool_call_start|>[look(**{)]<|tool_call_end|>",
     "<|tool_call_start|>[look('Bonn')]<|tool_call_end|>",
     "<|tool_call_start|>[look(**{'city': 'Bonn'})]<|tool_call_end|>",
+    "<|tool_call_start|>[look(city='Bonn'), look(day=1e999)]<|tool_call_end|>",
     "<|tool_call>call:look{city:}<tool_call|>",
     '<|python_tag|>{"name": "other", "parameters": {}}',
 ]
@@ -202,6 +227,14 @@ def test_a_call_that_cannot_be_read_stays_text_and_is_counted(text: str) -> None
     good = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     _, rest, calls, garbage = read_calls(f"{good} {text}", [TOOL])
     assert (calls, garbage) == ([("look", "{}")], 1) and text.removeprefix("<|python_tag|>") in rest
+
+
+@pytest.mark.parametrize(
+    "begun", ["<tool_call>", "<|tool_call_start|>", "<|tool_call_begin|>look<|tool_call_argument_begin|>"]
+)
+def test_white_space_after_a_begun_call_does_not_hold_up_the_run(begun: str) -> None:
+    text = begun + "\n" * 20_000
+    assert read_calls(text, [TOOL]) == ("", text, [], 1)
 
 
 @pytest.mark.parametrize("family", published())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.config.imports import load_object, place_of, split_address
+from asyncrl.config.imports import check_address, load_object, place_of, split_address
 from asyncrl.environments.loading import load_environment
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError
@@ -43,6 +43,7 @@ def test_a_class_is_given_what_its_signature_takes():
         ("Broken", "raised OSError: no licence"),
         ("NOT_A_CLASS", "is of type int"),
         ("mine", "did you mean 'Mine'"),
+        ("WITHOUT_SIGNATURE", "expected a coroutine function or a class with a signature"),
     ],
 )
 def test_what_cannot_be_used_is_named(name, words):
@@ -75,6 +76,21 @@ def test_two_files_of_one_name_are_two_modules(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same.py").write_text(f"WHERE = {folder!r}\n")
     assert [load_object(f"{tmp_path / folder / 'same.py'}:WHERE") for folder in ("a", "b")] == ["a", "b"]
+
+
+@pytest.mark.parametrize("file", ["~no-such-user/x.py", "x" * 300 + ".py", "x\0.py"])
+@pytest.mark.parametrize("call", [check_address, load_object])
+def test_a_file_that_cannot_exist_is_named(file, call):
+    with pytest.raises(ConfigError, match="there is no file"):
+        call(f"{file}:f")
+
+
+def test_the_name_of_a_file_may_have_dots(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for number, name in enumerate(("reward.v2.py", "reward_v2.py")):
+        (tmp_path / name).write_text(f"def f(): return {number}\n")
+        check_address(f"{tmp_path}/{name}:f")
+        assert load_object(f"{tmp_path}/{name}:f")() == number
 
 
 def test_a_file_that_raises_is_named_and_can_be_loaded_once_it_is_mended(tmp_path, monkeypatch):

@@ -114,21 +114,24 @@ async def test_text_and_ids_are_completed_and_a_text_gets_no_control_tokens() ->
 async def test_branches_have_random_numbers_of_their_own_and_share_the_history() -> None:
     async def episode(task: Any, policy: Any) -> float:
         messages = [{"role": "user", "content": task["question"]}]
-        tries = [policy.branch() for _ in range(2)] + [policy.branch("judge"), policy.branch().branch()]
-        await asyncio.gather(*(each.chat(messages) for each in tries))
+        tries = [policy.branch() for _ in range(2)] + [policy.branch("1"), policy.branch().branch()]
+        tries += [policy.branch("3/1"), policy.branch("judge").branch(), policy.branch("judge/1")]
+        await asyncio.gather(*(each.chat(messages) for each in tries[::order]))
         return 1.0
 
-    played = Played(episode, "a", "b", "c", "d", end_session=lambda _: None)
+    order = 1
+    played = Played(episode, *"abcdefg", end_session=lambda _: None)
     trajectory = await played.run()
     requests = played.script.requests
-    assert len({each.seed for each in requests}) == 4 and {each.session for each in requests} == {"3/0"}
+    assert len({each.seed for each in requests}) == 7 and {each.session for each in requests} == {"3/0"}
     assert len({each.prompt_ids.tobytes() for each in requests}) == 1
     # The prompt is there once.
     replies = sum(each.token_ids.size for each in played.script.generations)
     assert trajectory.tokens.size == requests[0].prompt_ids.size + replies
-    again = Played(episode, "a", "b", "c", "d")
-    await again.run()
-    assert [each.seed for each in again.script.requests] == [each.seed for each in requests]
+    for order in (1, -1):
+        again = Played(episode, *"abcdefg")
+        await again.run()
+        assert [each.seed for each in again.script.requests][::order] == [each.seed for each in requests]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ async def test_an_episode_without_a_request_is_an_error() -> None:
     async def episode(task: Any, policy: Any) -> float:
         return 1.0
 
-    with pytest.raises(GenerationError, match="asked for no reply"):
+    with pytest.raises(GenerationError, match="got no reply"):
         await Played(episode).run()
 
 

@@ -19,7 +19,7 @@ from transport_helpers import running
 
 from asyncrl.environments import jail, sandbox
 from asyncrl.environments.sandbox import Sandbox
-from asyncrl.errors import PlatformError
+from asyncrl.errors import LifecycleError, PlatformError
 
 # Starts a process that leaves its session and group, and has WORD in its command line.
 DAEMON = """
@@ -163,6 +163,18 @@ async def test_code_that_misbehaves_ends_alone(code: str, answer: str) -> None:
         assert await box.python("1 + 1") == "2"
 
 
+@pytest.mark.parametrize(("size", "usable"), [(100, True), (101, False)])
+async def test_output_that_comes_together_with_its_end_has_the_same_limit(size: int, usable: bool) -> None:
+    loop, (ours, theirs) = asyncio.get_running_loop(), socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        exchange = asyncio.create_task(Sandbox(output_bytes=100)._exchange(ours, b"1"))
+        mark = (await loop.run_in_executor(None, theirs.recv, 100))[:16]
+        theirs.sendall(b"x" * size + mark)
+        text, kept = await exchange
+    assert (text.count("x"), kept, "printed more than 100 bytes" in text) == (100, usable, not usable)
+
+
 async def test_a_fork_bomb_is_bounded_and_gone_afterwards() -> None:
     bomb = daemon("of_a_bomb") + "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     async with Sandbox(timeout_s=2, processes=12) as box:
@@ -203,6 +215,17 @@ async def test_every_process_has_ended_when_the_block_ends(way: str) -> None:
         task.cancel()
     await asyncio.wait([task])
     assert not running(word)
+
+
+async def test_a_call_outside_the_block_is_refused_and_starts_no_process() -> None:
+    async with (box := Sandbox()):
+        pass
+    for outside in (box, Sandbox()):
+        with pytest.raises(LifecycleError, match="inside the `async with` block"):
+            await outside.python("1")
+    assert not jails()
+    async with box:
+        assert await box.python("1 + 1") == "2"
 
 
 async def test_a_cancelled_call_ends_the_process_and_the_next_call_gets_another_one() -> None:

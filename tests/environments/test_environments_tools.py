@@ -19,6 +19,7 @@ import pytest
 
 from asyncrl.concurrency import isolated
 from asyncrl.environments import tools
+from asyncrl.environments.sandbox import Sandbox
 from asyncrl.environments.tools import Tool, Toolbox, as_tool
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.recorder import Recorder
@@ -206,7 +207,9 @@ async def test_functions_coroutines_methods_and_tools_answer_in_the_order_of_the
         ("add", '{"a": 1, "b": "many"}', "b: Input should be a valid integer", "add/refused"),
         ("half", '{"value": "1e999"}', "value: Input should be a finite number", "half/refused"),
         ("half", '{"value": 1' + "0" * 400 + "}", "value: Input should be a valid number", "half/refused"),
-        ("rm -rf /", "{}", "there is no tool 'rm -rf /'; the tools are: add, half", "unknown"),
+        ("look", '{"drawer": 3}', "drawer: Input should be a valid string", "look/refused"),
+        ("python", '{"code": 3}', "code: Input should be a valid string", "python/refused"),
+        ("rm -rf /", "{}", "there is no tool 'rm -rf /'; the tools are: add, half, look, python", "unknown"),
         (None, None, "there is no tool", "unknown"),
     ],
 )
@@ -214,7 +217,7 @@ async def test_a_bad_call_of_the_model_gives_the_model_a_text(
     name: Any, arguments: Any, words: str, counted: str
 ) -> None:
     house = House()
-    [text] = await house.run([add, half], call(name, arguments))
+    [text] = await house.run([add, half, Desk().look, Sandbox().python], call(name, arguments))
     assert text.startswith("Error: ") and words in text and len(text) < 500
     assert house.counts()[f"tools/{counted}"] == 1
 
@@ -264,6 +267,8 @@ async def test_a_validation_error_from_inside_a_tool_is_a_failure_of_the_tool() 
     house = House()
     [text] = await house.run([inner], call("inner", '{"text": "x"}'))
     assert "ValidationError" in text and house.counts()["tools/inner/failed"] == 1
+    await house.run([inner], call("inner", "{}"))
+    assert house.counts() == {"tools/inner/calls": 1, "tools/inner/refused": 1}
 
 
 @pytest.mark.parametrize(
@@ -332,6 +337,20 @@ async def test_a_tool_that_hangs_gives_the_model_a_text_and_keeps_its_place_unti
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
+
+
+async def test_a_thread_that_cannot_be_started_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(tools, "MOST_THREADS", 1)
+    house = House()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            assert await house.run([nothing], call("nothing", "")) == ["Error: RuntimeError: can't start new thread"]
+    assert await house.run([nothing], call("nothing", "")) == ["null"]
+    house.box.close()
 
 
 async def test_a_coroutine_that_ignores_its_deadline_is_left_behind(

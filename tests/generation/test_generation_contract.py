@@ -160,6 +160,9 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (0, {}, "prompt is empty"),
     (60, {"max_tokens": 5}, "60 prompt tokens and max_tokens=5 are 65.*max_context=64"),
     (4, {"max_tokens": 0}, "max_tokens is 0"),
+    (4, {"max_tokens": 8.0}, r"max_tokens is 8\.0, expected an integer"),
+    (4, {"top_k": 2**70}, "top_k is .*, expected an integer from 0"),
+    (4, {"top_k": float("inf")}, "top_k is inf, expected an integer from 0"),
     (4, {"temperature": -1.0}, "temperature is -1"),
     (4, {"temperature": float("nan")}, "temperature is nan"),
     (4, {"top_p": 0.0}, "top_p is 0"),
@@ -227,6 +230,24 @@ async def test_closing_fails_everybody_who_waits(kind: str) -> None:
         await made.engine.generate(request(3, 0))
     with pytest.raises(EngineClosed, match="closed"):
         await made.engine.update_weights(0)
+
+
+async def test_an_error_in_the_admission_of_a_request_fails_its_caller_too(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is on its way from those that wait to those that run."""
+
+    def broken(engine: Any, job: Any) -> int:
+        raise ZeroDivisionError("broken")
+
+    with anyio.fail_after(60):
+        async with bench(kind) as made, anyio.create_task_group() as tasks:
+            monkeypatch.setattr(type(made.engine), "_add", broken)
+            with pytest.raises(ZeroDivisionError):
+                async with made.engine:
+                    tasks.start_soon(made.fail, 1)
+                    await anyio.sleep_forever()
+    assert [str(failure.__cause__) for failure in made.failures] == ["broken"]
 
 
 async def test_an_error_in_a_closure_fails_everybody_with_the_cause(kind: str) -> None:

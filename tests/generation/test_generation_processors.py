@@ -153,7 +153,7 @@ async def test_what_cannot_be_drawn_is_refused() -> None:
         ({"logit_bias": {VOCABULARY: 1.0}}, rf"token ids \[{VOCABULARY}\], .* \[0, {VOCABULARY}\)"),
         ({"bad_words": ((3,), ())}, "bad_words is .* at least one token"),
         ({"bad_words": ((-1,),)}, r"token ids \[-1\]"),
-        ({"min_tokens": 13}, "min_tokens is 13, expected 0 to max_tokens = 12"),
+        ({"min_tokens": 13}, "min_tokens is 13, expected an integer from 0 to max_tokens = 12"),
     ]
     async with opened(policy) as run:
         for sampling, text in cases:

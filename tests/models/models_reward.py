@@ -98,5 +98,14 @@ def careless(seed: int) -> tuple[Any, Any]:
     return Mean(masked=False), make_tokenizer()
 
 
+class IdsAlone(nn.Module):
+    def forward(self, input_ids: Any) -> Any:
+        return input_ids.float().mean(-1, keepdim=True)
+
+
+def without_mask(seed: int) -> tuple[Any, Any]:
+    return IdsAlone(), make_tokenizer()
+
+
 def nothing(seed: int) -> str:
     return "no module"

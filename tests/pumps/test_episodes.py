@@ -195,6 +195,19 @@ def test_a_budget_that_is_used_up_names_itself_and_the_commonest_causes(
     assert "OSError: no a" in told and "OSError: no b" in told and "The commonest causes: " in told
 
 
+def test_the_budget_counts_the_failed_groups_of_all_ranks() -> None:
+    async def body(house: House, supervisor: Any) -> None:
+        for group_id in (100, 101):  # of another rank
+            ticket = await house.ledger.admit(group_id)
+            assert ticket is not None
+            await house.ledger.end(ticket, "failed", "OSError: there")
+        await house.graph.run(supervisor)
+
+    plan = Plan(max_steps=9, max_failed_groups=2, fails=lambda group, _: OSError("here") if group == 3 else None)
+    words = r"3 groups have failed; .* allows 2 .* causes on this rank: 1 of OSError: here\. "
+    assert re.search(words, str(live(plan, body=body).error))
+
+
 def test_by_default_one_group_of_ten_may_fail_for_ever() -> None:
     plan = Plan(
         groups_per_step=2,

@@ -72,6 +72,26 @@ def test_an_evaluation_hands_its_version_over_and_the_count_starts_anew(
     assert {event.version for event in house.events("weights taken")} == taken
 
 
+@pytest.mark.parametrize("ending", [False, True])
+def test_an_evaluation_of_ones_own_frees_the_slots_of_the_version_that_it_hands_over(ending: bool) -> None:
+    """Once, also if the end of the training hands the same version over at the same time."""
+    plan = Plan(rollout={"weight_sync_interval": 3}, groups_per_step=1, publish_s=lambda version, sink: 2.0)
+
+    async def embedded(house: House, supervisor: Supervisor) -> None:
+        members = [make_trajectory(0, member, 2, [0] * 4, float(member)) for member in range(2)]
+        await house.graph.submit(members, make_prompt(0))
+        while not house.reports:  # noqa: ASYNC110  in virtual time
+            await anyio.sleep(0.1)
+        async with anyio.create_task_group() as tasks:
+            if ending:
+                tasks.start_soon(house.graph.drain)
+            await house.graph.wait_published()
+            assert house.books.held == 0
+
+    house = live(plan, body=embedded)
+    assert house.error is None and [event.version for event in house.events("release")] == [0]
+
+
 @pytest.mark.parametrize(("depth", "interval"), [(0, 1), (1, 1), (3, 1), (2, 3)])
 def test_prefetch_depth_is_the_age_and_the_slots(depth: int, interval: int) -> None:
     """Generation is much faster than training, so all that may be generated ahead is; the lag of the hand-over adds up."""
@@ -375,6 +395,24 @@ def test_with_roles_an_own_evaluation_that_would_wait_for_other_ranks_is_refused
 
     plan = Plan(rollout={"weight_sync_interval": 2})
     assert live(plan, body=body, ports={"ranks": 2}, role_parts=rank_0).error is None
+
+
+def test_the_progress_of_an_evaluation_counts_all_shares_that_this_rank_plays() -> None:
+    """It plays a second share if another rank is lost."""
+    seen: list[tuple[int, int] | None] = []
+
+    async def body(house: House, supervisor: Supervisor) -> None:
+        async def spread(version: int, rows: Sequence[int], play: Any) -> Any:
+            samples = []
+            for row in rows:
+                samples += await play(version, [row])
+                seen.append(pump.progress)
+            return samples
+
+        pump = EvaluatePump(house.ports, [make_prompt(0), make_prompt(1)], "own", spread=spread)
+        await pump.run(0)
+
+    assert live(Plan(), body=body).error is None and seen == [(1, 2), (2, 2)]
 
 
 def test_the_next_evaluation_waits_for_the_one_that_runs() -> None:

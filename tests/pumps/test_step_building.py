@@ -27,6 +27,7 @@ from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.algorithms.registry import ADVANTAGES, build_advantage
 from asyncrl.data.packing import pack_groups
 from asyncrl.data.store import REFERENCE
+from asyncrl.errors import DataError
 from asyncrl.pumps.building import RewardReader, advantages_of_rank, logprob_columns, minibatches_of_rank
 from asyncrl.pumps.metrics import merge_results
 from asyncrl.types import Float32Array, Group, Microbatch, StepResult, Ticket, Trajectory
@@ -335,6 +336,16 @@ def test_an_aborted_step_stores_nothing_and_trains_the_same_again() -> None:
     house = live(with_replay(trainer_fails={("finish", 3): RuntimeError("the device is gone")}))
     assert isinstance(house.error, RuntimeError) and len(house.reports) == 2
     assert house.ports.replay is not None and len(house.ports.replay) == 2
+
+
+def test_a_replayed_group_that_a_step_fails_on_leaves_the_buffer_and_the_group_that_it_replaced_is_dropped() -> None:
+    error = DataError("the loss is nan")
+    error.groups = (0,)  # the only group in the buffer
+    house = live(with_replay(trainer_fails={("microbatch", 2): error}))
+    assert house.error is None and house.books.trained == 3 * STEPS and house.books.dropped == 1
+    [reason] = house.book.reasons
+    assert ", replaced by group 0 of the replay buffer, failed in the step (DataError: the loss is nan)" in reason
+    assert [0 in step for step in trained_by_step(house)] == [True] + [False] * (STEPS - 1)
 
 
 # -- several optimizer steps over disjoint parts of a batch ----------------------------------------------------------

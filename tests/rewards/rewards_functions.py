@@ -339,6 +339,11 @@ def kills_its_group(completions):
     os.killpg(0, signal.SIGKILL)
 
 
+def takes_key(completions, api_key):
+    assert api_key == "key"
+    return [1.0] * len(completions)
+
+
 def of_episodes(completions, num_turns, tool_calls, notes, **columns):
     """What a function of an agent's episode sees."""
     assert "num_turns" not in columns and all(isinstance(each, list) for each in completions)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from rewards_helpers import pool_of, prompt, trajectories
+from rewards_helpers import FILE, pool_of, prompt, trajectories
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.calls import RewardSpec
@@ -25,6 +25,9 @@ def short(solution_str, ground_truth, method="strict", **kwargs):
 
 def needs_info(solution_str, ground_truth, extra_info, difficulty):
     return len(extra_info) + difficulty
+
+def needs_notes(solution_str, ground_truth, notes, base_url=-1):
+    return notes + base_url
 
 async def compute_later(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
@@ -50,12 +53,17 @@ class Data:
     """What is used of a reasoning-gym data set."""
 
     def score_answer(self, answer, entry):
-        return float(answer == entry["answer"]) + 0.1 * entry["metadata"]["level"] * (entry["question"] == "question")
+        more = entry.get("notes", 0) + entry.get("base_url", 0)
+        return more + float(answer == entry["answer"]) + 0.1 * entry["metadata"]["level"] * (entry["question"] == "question")
 
 data = Data()
 
 def dataset():
     return data
+
+def trl(completions, **columns):
+    assert "num_turns" not in columns
+    return [a + b for a, b in zip(columns["notes"], columns["base_url"], strict=True)]
 
 def nothing():
     return 3
@@ -86,6 +94,17 @@ async def test_verl_with_its_own_columns(file: str) -> None:
     assert await scored(f"{file}:compute_later", "7", data_source="x", ground_truth=None) == [None]
     assert await scored(f"{file}:short", "7", "8", ground_truth="8") == [0.0, 1.0]
     assert await scored(f"{file}:needs_info", "7", ground_truth="8", difficulty=2) == [2.0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("needs_notes", 5.0), ("trl", 5.0), ("data", 6.0)])
+async def test_a_column_reaches_functions_that_do_not_take_the_runs_argument_of_its_name(
+    file: str, name: str, value: float
+) -> None:
+    columns = {"ground_truth": "7", "answer": "7", "metadata": {"level": 0}, "notes": 2, "base_url": 3}
+    async with pool_of([RewardSpec(f"{file}:{name}", name="form"), RewardSpec(f"{FILE}:takes_key")]) as rewards:
+        rewards.open_endpoint = lambda: ("url", "key")
+        [found] = await rewards.score(prompt(**columns), trajectories("7"))
+    assert found.components == {"form": value, "takes_key": 1.0}
 
 
 @pytest.mark.parametrize("name", ["parts", "parts_later"])

@@ -117,6 +117,8 @@ def test_what_a_judge_cannot_do_is_refused_at_the_start():
         Judge("localhost:8000", "It is long.")
     with pytest.raises(ConfigError, match="`request` has 'stream', which only the judge may choose"):
         Judge("http://localhost/v1", "It is long.", request={"stream": True})
+    with pytest.raises(ConfigError, match="criterion 'score', the name of the sum of its criteria; rename"):
+        Judge("http://localhost/v1", {"score": "It is right.", "style": "It is brief."})
 
 
 # -- faults
@@ -131,9 +133,11 @@ GARBAGE = {
     "a text": '{"score": "7"}',
     "true": '{"score": true}',
     "not a number": '{"score": NaN}',
+    "lists in lists": f'{{"score": {"[" * 100_000 + "]" * 100_000}}}',
     "nothing": "",
     "a page": web.Response(text="<html>Bad gateway</html>", content_type="text/html"),
     "no choices": web.Response(text='{"choices": []}', content_type="application/json"),
+    "a page of lists": web.Response(text="[" * 100_000, content_type="application/json"),
     "cut": web.json_response({"choices": [{"message": {"content": "I th"}, "finish_reason": "length"}]}),
     "endless": web.Response(body=b" " * (5 << 20)),
 }

@@ -90,6 +90,14 @@ async def test_a_text_that_is_too_long_is_no_score_and_is_counted(lane: ThreadLa
     assert recorder.take_counts(("reward/",))["reward/letters/errors"] == 1
 
 
+async def test_a_model_that_raises_counts_an_error_for_each_text(lane: ThreadLane) -> None:
+    broken = Letters()
+    broken.answer = ZeroDivisionError("no scale")
+    async with rewards(lane, (broken, 1.0), on_error="none") as (made, recorder):
+        assert [t.reward for t in await made.score(prompt(), trajectories("a", "b", "c"))] == [None] * 3
+    assert recorder.take_counts(("reward/",))["reward/letters/errors"] == 3
+
+
 async def test_a_text_that_is_too_long_ends_the_run_where_errors_do(lane: ThreadLane) -> None:
     async with rewards(lane, (Letters(longest=4), 1.0)) as (made, _):
         with pytest.raises(

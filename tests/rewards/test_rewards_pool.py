@@ -252,6 +252,19 @@ async def test_a_column_of_another_length_is_refused():
             await rewards.score(prompt(), trajectories("a", "b"))
 
 
+@pytest.mark.parametrize("by_mapping", [True, False])
+async def test_a_metric_and_a_column_of_one_name_are_refused(by_mapping):
+    def function(completions, log_metric, log_extra):
+        log_metric("size", 1)
+        if not by_mapping:
+            log_extra("size", completions)
+        return [{"score": 1.0, **({"size": 1} if by_mapping else {})}] * len(completions)
+
+    async with pool_of([RewardSpec(function)]) as rewards:
+        with pytest.raises(RewardError, match="log_metric and a logged column have the same name, 'size'; rename"):
+            await rewards.score(prompt(), trajectories("a"))
+
+
 # ---- functions that fail
 
 

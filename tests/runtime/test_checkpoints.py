@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -27,8 +28,8 @@ from asyncrl.cli.app import main as command_line
 from asyncrl.concurrency.offload import offload
 from asyncrl.config.load import load_config
 from asyncrl.environments.single_turn import episode_seed
-from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, LifecycleError
-from asyncrl.main import main
+from asyncrl.errors import CheckpointError, ConfigError, DivergenceError, LifecycleError, PlatformError
+from asyncrl.main import main, report_errors
 from asyncrl.models.loading import require_ids_fit, require_saveable
 from asyncrl.pumps.evaluate import Evaluations
 from asyncrl.pumps.pipeline import StepReport
@@ -348,6 +349,15 @@ def test_the_start_says_what_is_missing_and_what_to_do(
         assert main([file]) == 2
     said = capsys.readouterr().err
     assert "oo many open files" in said and "`ulimit -n 4096`" in said and "Traceback" not in said
+
+
+def test_a_full_table_of_the_machine_is_not_blamed_on_the_process(capsys: pytest.CaptureFixture[str]) -> None:
+    def start() -> int:
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+
+    assert report_errors(start) == PlatformError.exit_code
+    said = capsys.readouterr().err
+    assert "fs.file-max" in said and "ulimit" not in said
 
 
 class Planted(Exception):

@@ -227,6 +227,27 @@ async def test_an_evaluation_of_ones_own_loop_stands_in_the_metrics_of_data_eval
     assert [version for version in lines] == [0] and summary.version == 1
 
 
+@pytest.mark.parametrize("setting", ["train.partial_final_step=false", "train.max_steps=1"])
+async def test_groups_that_make_no_step_are_dropped_when_finish_returns(tmp_path: Path, setting: str) -> None:
+    async with Runtime(embedded(tmp_path, DRY, setting), write=False) as runtime:
+        groups = [await runtime.generate("a", n=2) for _ in range(3)]
+        await asyncio.gather(*(runtime.submit(group, [0.0, 1.0]) for group in groups))
+        books = (await runtime.finish()).books
+    assert (books.live, books.trained, books.dropped) == (0, 2, 1)
+
+
+async def test_the_limit_of_data_eval_cuts_no_prompts_of_ones_own(tmp_path: Path) -> None:
+    played: list[str] = []
+
+    async def episode(question: str) -> Trajectory:
+        played.append(question)
+        return replace((await runtime.generate(question))[0], reward=1.0)
+
+    async with Runtime(embedded(tmp_path, DRY, f"data.eval={MODEL}:rows", "evaluate.limit=1"), write=False) as runtime:
+        await runtime.evaluate(episode, ["a", "b"])
+    assert sorted(played) == ["a", "b"]
+
+
 async def test_what_generate_refuses(tmp_path: Path) -> None:
     async with Runtime(embedded(tmp_path, DRY), write=False) as runtime:
         for prompt, n, words in (

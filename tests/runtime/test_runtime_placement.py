@@ -253,7 +253,11 @@ def test_on_rocm_it_is_shared_and_a_worker_is_refused(monkeypatch: pytest.Monkey
         (REAL, ("generation.placement=shared", "generation.workers=2"), "generation.workers is 2 but .* is shared"),
         (REAL, ("generation.placement=shared", "generation.devices=cuda:1"), "generation.devices is .* is shared"),
         (REAL, ("rollout.weight_sync_interval=2",), "generation.placement=worker"),
-        (REAL, ("generation.engine=embedded", "generation.tensor_parallel=2"), "one device; set generation.eng"),
+        (
+            REAL,
+            ("generation.engine=embedded", "generation.tensor_parallel=2"),
+            "only vllm takes more; set generation.eng",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,16 @@ def test_rollout_lines_say_what_was_written_sampled_and_trained(tmp_path: Path) 
         "advantage": 0.5,
     }
     assert (first["member"], first["advantage"]) == (0, None)
+
+
+def test_an_integer_of_any_size_in_a_prompt_is_written(tmp_path: Path) -> None:
+    group = make_group(7, 1)
+    for number, written in ((2**64 - 1, 2**64 - 1), (2**64, str(2**64)), (-(2**200), str(-(2**200)))):
+        prompt = [{"role": "user", "content": "?", "ids": [{"id": number}]}]
+        RolloutWriter(tmp_path).write(1, [replace(group, prompt=replace(group.prompt, prompt=prompt))], 0, {})
+        [line] = lines(tmp_path / "rollouts" / "step_1.jsonl")
+        assert line["prompt"] == [{"role": "user", "content": "?", "ids": [{"id": written}]}]
+        assert line["metadata"]["turns"] == 1
 
 
 def test_rollouts_are_limited_and_later_ones_set_aside_on_resume(tmp_path: Path) -> None:

@@ -113,6 +113,14 @@ def test_frozen_bfloat16_weights_keep_their_bits_and_a_resume_goes_on(tmp_path: 
     assert torch.equal(core.policy.flat.master, again.policy.flat.master)
 
 
+def test_buffers_that_begin_at_one_address_are_saved_as_they_are() -> None:
+    module = module_of("*q_proj*")
+    module.register_buffer("whole", torch.arange(4.0))
+    module.register_buffer("part", module.whole[:2])
+    state = PolicyModel(module, "float32").host_state()
+    assert (state["whole"].tolist(), state["part"].tolist()) == ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0])
+
+
 @pytest.mark.parametrize("both", [False, True])
 def test_norms_and_biases_are_decayed_where_the_setting_says_so(both: bool, exact_norms: None) -> None:
     config = SETTINGS.model_copy(update={"decay_norms_and_biases": both})

@@ -211,6 +211,7 @@ def test_the_controller_moves_at_finish_alone_and_goes_on_from_a_saved_state() -
 
     resumed = make()
     resumed.load_state_dict(state)
+    assert resumed.state_dict()["entropy_control"] == state["entropy_control"]
     assert train_step(resumed, pieces, loss).metrics == third.metrics
     fixed = make()  # the bonus itself is that of a fixed coefficient
     fixed.load_state_dict(state)

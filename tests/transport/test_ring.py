@@ -8,6 +8,8 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import anyio
@@ -20,7 +22,9 @@ from transport_records import SMALL, groups, pair, planned, whole
 from asyncrl.errors import LifecycleError, RecordTooLarge, RingDetached, RingFull
 from asyncrl.records.layout import HEADER
 from asyncrl.telemetry.recorder import Recorder
+from asyncrl.transport.memory.segment import new_part
 from asyncrl.transport.rings.attachment import address as address_of
+from asyncrl.transport.rings.link import Link
 from asyncrl.transport.rings.producer import AsyncProducer, Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.ring import RingMemory, RingReader, RingWriter, format_ring, ring_bytes
@@ -168,6 +172,32 @@ async def test_the_version_is_read_without_asking(name: str) -> None:
         assert producer.policy_version == 0
         ring.publish_version(41)
         assert producer.policy_version == 41
+
+
+def test_a_ring_is_read_whole_while_another_thread_replaces_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer = Producer(name)
+    links = [Link.create(new_part(name, "ring"), producer.identity, 0, 8, 4096) for _ in range(2)]
+    asked: list[Callable[[], Any]] = [lambda: producer.policy_version, producer.statistics]
+    asked.append(lambda: str(producer.timeout_error(planned(0), 0.0)))
+    release_views, answers = RingMemory.release_views, list[Future[Any]]()
+    with ThreadPoolExecutor(len(asked)) as pool:
+
+        def release(memory: RingMemory) -> None:
+            release_views(memory)
+            answers.extend(map(pool.submit, asked))
+            wait(answers, 0.2)
+
+        for link in links:
+            link.publish_version(7)
+            producer._open_ring(link.segment.name)
+            monkeypatch.setattr(RingMemory, "release_views", release)
+            producer.try_put(planned(0), ownerless=True)
+    monkeypatch.undo()
+    producer.close()
+    for link in links:
+        link.segment.close(unlink=True)
+    version, counts, error = (answer.result() for answer in answers)
+    assert version == 7 and counts.records_held <= 1 and " of 8 records" in error
 
 
 @both_loops

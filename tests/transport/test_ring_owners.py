@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +20,9 @@ from transport_helpers import both_loops, child, finish, line, living, names, sa
 from transport_records import OWNER, SMALL, drop, groups, pair, planned, whole
 
 from asyncrl.errors import ArenaOwned, RingDetached, RingFull, TransportError
+from asyncrl.transport.memory.segment import Segment
 from asyncrl.transport.rings import producer as producer_module
+from asyncrl.transport.rings.attachment import address, listen
 from asyncrl.transport.rings.producer import AsyncProducer, Producer
 from asyncrl.transport.rings.record_ring import RecordRing
 
@@ -461,6 +466,19 @@ def test_an_owner_without_a_free_descriptor_lets_producers_in_later_and_does_not
             producer.put(planned(7))
             assert line(process) == "7 True"
         assert finish(process) == 0
+
+
+def test_a_producer_waits_for_an_owner_that_accepts_no_more_connections(name: str) -> None:
+    owner = Segment.create(name, 0)
+    with contextlib.ExitStack() as stack:
+        stack.callback(owner.close, unlink=True)
+        stack.enter_context(listen(owner))
+        for _ in range(129):
+            stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)).connect(address(owner))
+        began = time.monotonic()
+        with pytest.raises(RingDetached, match="does not answer; its event loop is blocked"):
+            Producer.attach(name, timeout=0.2)
+        assert time.monotonic() - began >= 0.2
 
 
 @pytest.mark.parametrize("need", list(producer_module.Need)[1:], ids=lambda need: need.value)

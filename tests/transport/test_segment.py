@@ -12,6 +12,7 @@ import pytest
 from transport_helpers import child, finish, line, say
 
 from asyncrl.errors import ArenaOwned, ConfigError, OutOfMemory, PlatformError, SegmentDamaged, TransportError
+from asyncrl.transport.inventory import inventory
 from asyncrl.transport.memory import segment
 from asyncrl.transport.memory.segment import Segment, base_name, new_part, parts_of, path_of
 
@@ -130,6 +131,11 @@ def test_a_foreign_or_damaged_segment_is_refused(name: str, monkeypatch: pytest.
             Segment.adopt(name)
         assert not isinstance(raised.value, SegmentDamaged) or f"clear {name} --drop-records" in str(raised.value)
     path(name).unlink()
+    path(name).symlink_to("/dev/null")
+    for open_it in (Segment.attach, Segment.adopt):
+        with pytest.raises(TransportError, match="is a link or a folder, or of another user"):
+            open_it(name)
+    path(name).unlink()
     for bad in ("", "a/b", ".hidden", "x" * 121):
         with pytest.raises(ConfigError, match="shared-memory name"):
             Segment.create(bad, 1)
@@ -144,6 +150,8 @@ def test_parts_are_found_by_the_name_that_they_belong_to(name: str) -> None:
     made = [Segment.create(each, 0) for each in (*parts.values(), *others)]
     assert parts_of(name, "ring") == [parts["ring"]] and parts_of(name, "ring", "damaged") == sorted(parts.values())
     assert {base_name(part) for part in parts.values()} == {name} and base_name(others[2]) == others[2]
+    listed = [entry.name for entry in inventory() if entry.name.startswith(name)]
+    assert listed == [name, f"{name}-1", others[2]]
     assert path(new_part("x" * 120, "ring"))  # however long the name
     for each in made:
         each.close(unlink=True)

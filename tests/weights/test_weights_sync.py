@@ -211,6 +211,30 @@ async def test_a_wait_for_a_pinned_reader_may_be_given_up(kind: str) -> None:
         assert readers.asked == [(1, 1), (3, 0)] and torch.equal(readers.seen[3], case.weights())
 
 
+async def test_a_write_that_was_cancelled_leaves_its_half_to_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened("bfloat16") as case:
+        loop, writes, fixed_row = asyncio.get_running_loop(), asyncio.Event(), case.sink._fixed_row
+
+        def wait_for_cancellation() -> list[float] | None:
+            loop.call_soon_threadsafe(writes.set)
+            cancelled.wait(60)
+            return fixed_row()
+
+        cancelled = threading.Event()
+        monkeypatch.setattr(case.sink, "_fixed_row", wait_for_cancellation)
+        task = asyncio.create_task(case.sink.update_weights(await case.step()))
+        await writes.wait()
+        task.cancel()
+        loop.call_soon(cancelled.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await case.sink.wait_writable()
+        await case.step()
+        assert case.place == 1
+        await case.sink.update_weights(2)
+        assert torch.equal(case.readers.seen[2], case.weights())
+
+
 # -- where the working copy lies ---------------------------------------------------------------------------------------
 
 

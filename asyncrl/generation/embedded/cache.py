@@ -102,7 +102,6 @@ class KVCache:
 
     @property
     def device(self) -> torch.device:
-        """Device of the buffer."""
         return self.data.device
 
     def copy_row(self, source: int, target: int, length: int) -> None:

@@ -205,8 +205,8 @@ class Core:
             self._holders.clear()
             columns = self.sequences
             slots = columns.running_slots
-            # Without `recompute`, only a prompt without sampled tokens is computed again. So versions of tokens tell which weights
-            # made a cache entry: of a prompt (without a reused prefix) the first sampled token's, of a sampled token the next's.
+            # Without `recompute`, only a prompt without sampled tokens is computed again. So the first sampled token's version made
+            # the prompt's cache entries (but a reused prefix), and a later token's version made the entry of the token before it.
             stale = slots if self.recompute else slots[columns.length[slots] == columns.prompt_length[slots]]
             for slot in stale.tolist():
                 columns.keep_first_routes(slot)

@@ -99,7 +99,7 @@ class PlainCore:
         return self.version
 
     def prefill(self) -> int:
-        """Build caches for sequences without one; one call makes one cohort of a length. Returns the number of computed tokens."""
+        """Build caches for sequences without one, at most one cohort for each length. Returns the number of computed tokens."""
         disable_training(self.policy)
         total = 0
         with torch.no_grad():

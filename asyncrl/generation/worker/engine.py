@@ -11,8 +11,9 @@ Guarantees
   for sessions are computed again.
 * The engine kills a worker that sends nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`.
   While a worker starts, both limits are `stage_timeout_s`, but a silent worker without CPU time is killed after `loop_timeout_s`.
-* Four failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the
-  last lines of the worker's output), wrong weights, an engine that a worker cannot create, and a death during the first start.
+* Five failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the last
+  lines of the worker's output), a death during the first start, a process that the system refuses to start (EAGAIN: only at the
+  first start), wrong weights, and an engine that a worker cannot create.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class WorkerEngine(BaseEngine):
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Returns once every worker that is not pinned computes with this version, from this half of the board, and the pinned
         worker has answered the requests that it got before the pin. A worker that is starting gets the version before its first
-        request. After the return only a pinned worker may read the other half.
+        request. After the return only a pinned worker, or one that is starting, may read the other half.
 
         `outputs`: log-probs that the trainer computes with the version (models/outputs.py); None: no comparison. A worker with
         other log-probs ends the engine with a DivergenceError, perhaps after the return."""
@@ -276,7 +277,7 @@ class WorkerEngine(BaseEngine):
             weights = self._pins.of(peer.number) or self._pins.newest
             assert weights is not None, "set_first_weights was not called before the workers started"
             peer.send_weights(*weights)
-        # The worker now samples with the weights that it was sent.
+        # From now on the worker samples with version `peer.version`.
         if "bound" in message:
             if not self._router.serves(peer.number):
                 self._router.add_worker(peer.number)

@@ -23,8 +23,8 @@ logger = logging.getLogger("asyncrl.models")
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels can compute with these tensors: all float32 or all bfloat16, contiguous in the last dimension, the first
-    on a GPU. The caller must know that all are on one device."""
+    """Whether the kernels can compute with these tensors: of one dtype (float32 or bfloat16), contiguous in the last dimension, the
+    first on a GPU. The caller must know that all are on one device."""
     first = tensors[0]
     if first.device.type != "cuda" or first.dtype not in (torch.float32, torch.bfloat16):
         return False

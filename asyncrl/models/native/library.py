@@ -74,8 +74,8 @@ def build_name() -> str:
 
 
 def takes(*tensors: Tensor, size: int = LANES) -> bool:
-    """Whether the kernels can compute with these tensors. All tensors must be float32, or all bfloat16, on the CPU and contiguous
-    in the last dimension. `size`, the number of values in a row, must be a multiple of `LANES`; leave it out for a kernel
+    """Whether the kernels can compute with these tensors. All tensors must be on the CPU, contiguous in the last dimension, and of
+    one dtype: float32 or bfloat16. `size`, the number of values in a row, must be a multiple of `LANES`; leave it out for a kernel
     that takes rows of any size."""
     if _library is None or size % LANES:
         return False

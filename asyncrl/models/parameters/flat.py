@@ -164,7 +164,7 @@ class FlatParameters(FlatWeights):
         self.has_working_copy = matmul_dtype != self.master_dtype
         self.working = torch.zeros(size, dtype=matmul_dtype, device=device) if self.has_working_copy else self.master
         self.bound = self.working
-        # The buffer that the next refresh writes, and that then is the working copy (if there is one). None: a private buffer.
+        # With a working copy: the buffer that the next refresh writes, and that is then the working copy. None: a private buffer.
         self.target: Tensor | None = self.working
         self._private: Tensor | None = None  # for `target` None, made at its first use
         self._take_over(self.master)

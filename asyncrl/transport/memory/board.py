@@ -264,7 +264,7 @@ class Board:
         return copy_beside(self._stored[index], self._halves[index]) if self.reads_copies else None
 
     def reads_ended(self) -> DeviceWait:
-        """Returns a wait for all reads launched before this call. After the wait no kernel reads a half that was left before."""
+        """Returns a wait for all reads launched before this call, so for all reads of the half that this process read earlier."""
         return record_event(self._halves[0].device)
 
     def version(self, index: int) -> int | None:

@@ -188,7 +188,7 @@ class Segment:
         self._owner_words.store(0, secrets.randbits(64))
 
     def close(self, *, unlink: bool) -> None:
-        """Unmap the segment and release the lock. `unlink`: if this process is the owner, remove the name first. Closing twice is
+        """Unmap the segment and release the lock. `unlink`: an owner removes the name before it releases the lock. Closing twice is
         fine. The memory stays mapped until the last view of the mapping is gone."""
         if self.closed:
             return
@@ -309,7 +309,7 @@ def _map_unlocked(fd: int, total: int) -> mmap.mmap:
 
 
 def _link(fd: int, path: str) -> None:
-    """Give the file without a name its name. `os.link` follows the link in /proc only if it gets directory descriptors."""
+    """Link the unnamed file to `path`. `os.link` follows the link in /proc only if it gets directory descriptors."""
     source, name = f"/proc/self/fd/{fd}", os.path.basename(path)
     directory = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -319,13 +319,16 @@ def _link(fd: int, path: str) -> None:
 
 
 def _open(path: str) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    not_ours = TransportError(f"{path} is a link or a folder, or of another user; choose another name")
     try:
-        if os.fstat(fd).st_uid != os.geteuid():
-            raise TransportError(f"{path} belongs to another user; choose another name")
-    except BaseException:
-        os.close(fd)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.ELOOP, errno.EISDIR):
+            raise not_ours from error
         raise
+    if os.fstat(fd).st_uid != os.geteuid():
+        os.close(fd)
+        raise not_ours
     return fd
 
 

@@ -14,6 +14,7 @@ for the user of the other side, and closes a connection to another user.
 from __future__ import annotations
 
 import array
+import errno
 import json
 import os
 import socket
@@ -129,10 +130,14 @@ def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | N
 
     `deadline`: of `time.monotonic`. Errors: RingDetached if the owner refuses or is late; TransportError; OSError.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
+        # EAGAIN: the queue of connections that the owner has not accepted is full. The kernel has no event for room in this queue.
+        while (code := connection.connect_ex(address(segment))) == errno.EAGAIN and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if code:
+            raise OSError(code, os.strerror(code))
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        connection.connect(address(segment))
         if not is_same_user(connection):
             raise EOFError("another user bound a dead owner's address")
         send(connection, {"protocol": PROTOCOL, "producer": producer.hex()})
@@ -146,7 +151,7 @@ def attach(segment: Segment, producer: bytes, deadline: float) -> Attachment | N
         return Attachment(connection, answer["ring"], answer["fresh"], *fds)
     except BaseException as error:
         connection.close()
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError | BlockingIOError):
             raise RingDetached(
                 f"the owner of the ring {segment.name!r} does not answer; its event loop is blocked, or it is stopped"
             ) from None

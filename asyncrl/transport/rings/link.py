@@ -70,7 +70,7 @@ class Link:
         return self.space_event
 
     def watch_process(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[Link], None]) -> bool:
-        """Make the loop call `on_death` when the producer's process ends; not for an unknown pid. Returns False if it has ended."""
+        """Make the loop call `on_death` when the producer's process ends; not for an unknown pid. False: the process has ended."""
         pid = self.memory.pid
         if not pid:
             return True

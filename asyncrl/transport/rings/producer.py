@@ -126,6 +126,8 @@ class ProducerCore:
         self.puts = self.waits = self.attachments = 0
         self._segment: Segment | None = None
         self._writer: RingWriter | None = None
+        # Held to replace or close the ring, and to read the ring in a call that does not hold the lock of puts.
+        self._ring_lock = threading.RLock()
         self._attachment: Attachment | None = None
         self._end_raised = False  # whether a put has already raised for this owner's end
         self._poll = select.poll()
@@ -211,14 +213,15 @@ class ProducerCore:
 
     def timeout_error(self, plan: Plan, timeout: float) -> RingFull | RingDetached:
         """The error of a put at its deadline."""
-        if self._segment is not None and self._segment.sealed:
+        with self._ring_lock:
+            sealed, writer = self._segment is not None and self._segment.sealed, self._writer
+            slots, capacity = (0, 0) if writer is None else (writer.memory.slots, writer.capacity)
+            records, used = (0, 0) if writer is None else writer.used()
+        if sealed:
             return RingDetached(
                 f"nobody owns ring {self.name!r}: its owner ended in good order, and no other came within {timeout:g} s. "
                 "Put this record again when the next run has started"
             )
-        writer = self._writer
-        slots, capacity = (0, 0) if writer is None else (writer.memory.slots, writer.capacity)
-        records, used = (0, 0) if writer is None else writer.used()
         owner = "attached" if self._attachment is not None else "gone"
         return RingFull(
             f"ring {self.name!r}: no room for {plan.size:,} bytes within {timeout:g} s; {records} of {slots} records and "
@@ -228,12 +231,14 @@ class ProducerCore:
     @property
     def policy_version(self) -> int:
         """The newest policy version that the owner has published; -1 before the first one."""
-        self.check()
-        return -1 if self._writer is None else self._writer.memory.owner[1] - 1
+        with self._ring_lock:
+            self.check()
+            return -1 if self._writer is None else self._writer.memory.owner[1] - 1
 
     def statistics(self) -> ProducerStatistics:
         """Counts and the use of the ring, as of now."""
-        used = (0, 0) if self._writer is None else self._writer.used()
+        with self._ring_lock:
+            used = (0, 0) if self._writer is None else self._writer.used()
         return ProducerStatistics(self.puts, self.waits, self._attachment is not None, self.attachments, *used)
 
     def close_now(self) -> None:
@@ -243,8 +248,7 @@ class ProducerCore:
             return
         self.closed = True
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            self._writer.mark_closed()
         self._detach()
         self._close_ring()
 
@@ -269,16 +273,16 @@ class ProducerCore:
         except BaseException:
             segment.close(unlink=False)
             raise
-        self._close_ring()
-        self._segment, self._writer = segment, writer
+        with self._ring_lock:
+            self._close_ring()
+            self._segment, self._writer = segment, writer
 
     def _close_ring(self) -> None:
-        if self._writer is not None:
-            self._writer.memory.release_views()
-            self._writer = None
-        if self._segment is not None:
-            self._segment.close(unlink=False)
-            self._segment = None
+        with self._ring_lock:
+            if self._writer is not None and self._segment is not None:
+                self._writer.memory.release_views()
+                self._segment.close(unlink=False)
+            self._segment = self._writer = None
 
 
 class Producer(ProducerCore):

@@ -195,10 +195,9 @@ class RingWriter:
             slot: (memory.sequences[slot], memory.offsets[slot], memory.sizes[slot]) for slot in memory.live_slots()
         }
 
-    def close(self) -> None:
-        """Mark the ring as closed by its producer, and release the views."""
+    def mark_closed(self) -> None:
+        """Mark the ring as closed by its producer."""
         self.memory.state.store(0, CLOSED)
-        self.memory.release_views()
 
     def _publish(self, plan: Plan, slot: int, start: int, sequence: int) -> None:
         memory, size = self.memory, plan.size
