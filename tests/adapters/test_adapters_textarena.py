@@ -68,12 +68,9 @@ async def test_games_of_textarena_train_a_step_and_are_always_closed() -> None:
     # Of two members that fail, the second may be cancelled before it has a game.
     assert counts["opened"] == counts["closed"] in (19, 20)
     assert {t.reward for t in [*against, *itself]} <= {-1.0, 0.0, 1.0} and len({t.reward for t in against}) > 1
-    # Without the note: rollout.max_context ended the game.
+    # Without the note: rollout.max_context ended the game. Both seats are branches of one episode, and the rules are read by each.
     assert {t.extras.get("own/invalid_moves", 0) for t in itself} == {0, 1}
-    for trajectory in itself:
-        assert (
-            trajectory.branches is not None and turns_of(trajectory) >= 2
-        )  # each seat has a branch, and reads the rules
+    assert all(t.branches is not None and turns_of(t) >= 2 for t in itself)
     text = runtime.tokenizer.decode(against[0].tokens)
     assert "You are Player 1" in text
     assert summary.version == 1 and summary.books.failed == 1 and summary.books.dropped == 2, summary.reasons
