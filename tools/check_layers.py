@@ -109,7 +109,7 @@ CEILINGS: dict[str, int] = {
     "pumps": 4530,
     "records": 1155,
     "rewards": 1727,
-    "runtime": 6327,
+    "runtime": 6337,
     "telemetry": 2495,
     "training": 1857,
     "transport": 2975,

@@ -368,9 +368,14 @@ class OpenRun:
                             # Perhaps all ranks are being stopped, and the signal to this rank has not arrived yet.
                             error.stopped_by = stop_signal
                             stopped = True
-                        elif missing and isinstance(error, RankLost):
-                            names = " and ".join(f"rank {rank}{self.world.roles.shared(rank)}" for rank in missing)
-                            error.add_note(f"{names} gave no reason: killed, stopped, hanging, or on a lost machine")
+                        elif isinstance(error, RankLost):
+                            for reason in self._reasons_beside(error):
+                                error.add_note(reason)
+                            if missing:
+                                names = " and ".join(f"rank {rank}{self.world.roles.shared(rank)}" for rank in missing)
+                                error.add_note(
+                                    f"{names} gave no reason: killed, stopped, hanging, or on a lost machine"
+                                )
                         # Another rank may wait in a collective that this rank will never join. `World.leave` ends that wait.
                         await offload(self.world.leave, "leave")
                     await self.graph.intake.end_plays()
@@ -401,7 +406,7 @@ class OpenRun:
         world, line = self.world, self.line
         reason = f"rank {world.rank} has ended: {first_line(error)}{world.roles.shared(world.rank)}"
         if isinstance(error, RankLost):
-            reason = str(error)
+            reason = "; ".join([str(error), *self._reasons_beside(error)])
         stopped_by = self.stopped_by or (error.stopped_by if isinstance(error, RankLost) else None)
         if isinstance(error, RankLost) and isinstance(line, LineServer):
             # The error of a collective does not name the dead rank. Collectives fail before the line gives the dead rank up.
@@ -420,6 +425,11 @@ class OpenRun:
                 await line.tell_all(END_REASON, ended)
             elif line is not None:
                 await line.tell(END_REASON, ended)
+
+    def _reasons_beside(self, error: RankLost) -> list[str]:
+        """Why other ranks have ended, if `error` does not say it: a collective may fail before the reason of the rank arrives."""
+        reasons = map(str, self.end_reasons.values())
+        return [reason for reason in reasons if " has ended: " in reason and reason not in str(error)]
 
     def describe_waits(self) -> None:
         """Print the longest wait of each kind, because another rank has reported a standstill."""
