@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -369,13 +369,8 @@ class OpenRun:
                             error.stopped_by = stop_signal
                             stopped = True
                         elif isinstance(error, RankLost):
-                            for reason in self._reasons_beside(error):
-                                error.add_note(reason)
-                            if missing:
-                                names = " and ".join(f"rank {rank}{self.world.roles.shared(rank)}" for rank in missing)
-                                error.add_note(
-                                    f"{names} gave no reason: killed, stopped, hanging, or on a lost machine"
-                                )
+                            for note in [*self._reasons_beside(error), *self._describe_missing(missing)]:
+                                error.add_note(note)
                         # Another rank may wait in a collective that this rank will never join. `World.leave` ends that wait.
                         await offload(self.world.leave, "leave")
                     await self.graph.intake.end_plays()
@@ -430,6 +425,11 @@ class OpenRun:
         """Why other ranks have ended, if `error` does not say it: a collective may fail before the reason of the rank arrives."""
         reasons = map(str, self.end_reasons.values())
         return [reason for reason in reasons if " has ended: " in reason and reason not in str(error)]
+
+    def _describe_missing(self, ranks: Sequence[int]) -> Iterator[str]:
+        if ranks:
+            names = " and ".join(f"rank {rank}{self.world.roles.shared(rank)}" for rank in ranks)
+            yield f"{names} gave no reason: killed, stopped, hanging, or on a lost machine"
 
     def describe_waits(self) -> None:
         """Print the longest wait of each kind, because another rank has reported a standstill."""
