@@ -369,7 +369,7 @@ class OpenRun:
                             error.stopped_by = stop_signal
                             stopped = True
                         elif isinstance(error, RankLost):
-                            for note in [*self._reasons_beside(error), *self._describe_missing(missing)]:
+                            for note in [*reasons_beside(self.end_reasons, error), *self._describe_missing(missing)]:
                                 error.add_note(note)
                         # Another rank may wait in a collective that this rank will never join. `World.leave` ends that wait.
                         await offload(self.world.leave, "leave")
@@ -401,7 +401,7 @@ class OpenRun:
         world, line = self.world, self.line
         reason = f"rank {world.rank} has ended: {first_line(error)}{world.roles.shared(world.rank)}"
         if isinstance(error, RankLost):
-            reason = "; ".join([str(error), *self._reasons_beside(error)])
+            reason = "; ".join([str(error), *reasons_beside(self.end_reasons, error)])
         stopped_by = self.stopped_by or (error.stopped_by if isinstance(error, RankLost) else None)
         if isinstance(error, RankLost) and isinstance(line, LineServer):
             # The error of a collective does not name the dead rank. Collectives fail before the line gives the dead rank up.
@@ -421,11 +421,6 @@ class OpenRun:
             elif line is not None:
                 await line.tell(END_REASON, ended)
 
-    def _reasons_beside(self, error: RankLost) -> list[str]:
-        """Why other ranks have ended, if `error` does not say it: a collective may fail before the reason of the rank arrives."""
-        reasons = map(str, self.end_reasons.values())
-        return [reason for reason in reasons if " has ended: " in reason and reason not in str(error)]
-
     def _describe_missing(self, ranks: Sequence[int]) -> Iterator[str]:
         if ranks:
             names = " and ".join(f"rank {rank}{self.world.roles.shared(rank)}" for rank in ranks)
@@ -444,3 +439,8 @@ class OpenRun:
         ended = books.trained + books.dropped + books.failed
         if books.live or books.claimed or books.held or books.admitted != ended or store.rows:
             raise LedgerError(f"the books do not add up at the end of the run: {books}, rows of groups: {store}")
+
+
+def reasons_beside(reasons: Mapping[str, RankLost], error: RankLost) -> list[str]:
+    """Why other ranks have ended, if `error` does not say it: a collective may fail before the reason of the rank arrives."""
+    return [told for told in map(str, reasons.values()) if " has ended: " in told and told not in str(error)]
