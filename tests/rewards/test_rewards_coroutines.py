@@ -153,8 +153,9 @@ async def test_failed_calls_are_tried_again_if_they_are_coroutines():
     assert "reward/raises/retries" not in recorder.drain()
 
 
-def test_a_call_that_is_cancelled_before_it_begins_has_a_reply():
-    """The worker reads a call and its cancellation together, as after a blocking call. Without a reply the run kills the worker."""
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_worker_ends_in_good_order_with_a_coroutine_under_way_or_cancelled_before_it_began(cancelled):
+    """It reads a call and its cancellation together, as after a blocking call. The run kills a worker that does not reply."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "asyncrl.rewards.worker", str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as worker, ours:
@@ -163,22 +164,9 @@ def test_a_call_that_is_cancelled_before_it_begins_has_a_reply():
         call = {"function": 0, "arguments": {"completions": ["2"]}, "state": {}, "completions": 1}
         ours.sendall(encode({"id": 0}, pickle.dumps(load)))
         assert ours.recv(1 << 16)
-        ours.sendall(encode({"id": 1}, pickle.dumps(call)) + encode({"id": 1, "cancel": True}))
-        ours.settimeout(60)
-        assert b"CancelledError" in ours.recv(1 << 16)
-        ours.close()
-        assert (worker.communicate()[1], worker.returncode) == (b"", 0)
-
-
-def test_a_worker_ends_in_good_order_with_a_coroutine_under_way():
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "asyncrl.rewards.worker", str(theirs.fileno())]
-    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as worker, ours:
-        theirs.close()
-        load = {"path": [], "functions": [f"{FILE}:meets"], "columns": []}
-        call = {"function": 0, "arguments": {"completions": ["2"]}, "state": {}, "completions": 1}
-        ours.sendall(encode({"id": 0}, pickle.dumps(load)))
-        assert ours.recv(1 << 16)
-        ours.sendall(encode({"id": 1}, pickle.dumps(call)))
+        ours.sendall(encode({"id": 1}, pickle.dumps(call)) + (encode({"id": 1, "cancel": True}) if cancelled else b""))
+        if cancelled:
+            ours.settimeout(60)
+            assert b"CancelledError" in ours.recv(1 << 16)
         ours.close()
         assert (worker.communicate()[1], worker.returncode) == (b"", 0)
