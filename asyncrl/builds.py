@@ -1,6 +1,6 @@
 """Optional parts of the installation: extras of the package, and native libraries that are built from source.
 
-A native library is used only if it was built from the present source code, because its functions may expect other arguments.
+A native library is used only if it was built from the present source code: functions of another build may expect other arguments.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class PlatformError(AsyncrlError):
 
 
 class DivergenceError(AsyncrlError):
-    """A loss, gradient, weight or logit is not finite, or samplers, trainer or ranks disagree on weights or log-probs.
+    """A loss, gradient, weight or logit is not finite. Or samplers, trainer or ranks disagree on weights or log-probs.
 
     `groups`: ids of the groups whose loss or gradient is not finite; empty if not known.
     `unusable_weights`: if True, no checkpoint of the weights is written, even if each weight is finite.
@@ -59,7 +59,7 @@ class DivergenceError(AsyncrlError):
 
 
 class StallError(AsyncrlError):
-    """The run, its end, or a group of `door.ring` (with `door.on_timeout: error`) made no progress for too long."""
+    """The run, its shutdown, or a group of `door.ring` (with `door.on_timeout: error`) made no progress for too long."""
 
     exit_code = 4
 
@@ -83,7 +83,7 @@ class RewardError(AsyncrlError):
 
 
 class RewardTimeout(RewardError):
-    """A reward function did not load or answer before its deadline. A late coroutine is cancelled, a late worker process killed."""
+    """A reward function did not load or answer before its deadline. A late coroutine is cancelled. A late worker is killed."""
 
 
 class RewardCrash(RewardError):

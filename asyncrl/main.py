@@ -140,8 +140,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(config: Config, launcher: Launcher | None = None, world: World | None = None) -> int:
-    """Run `config` in this process, on uvloop if installed. Returns the exit code. Errors: AsyncrlError. Call `check_start` first,
-    unless this is a node that joins a run: only such a node passes `world`. `launcher`: from `tie_to_launcher`."""
+    """Run `config` in this process, on uvloop if installed. Returns the exit code. Errors: AsyncrlError. `launcher`: from
+    `tie_to_launcher`. `world`: only from a node that joins a run. Every other caller must call `check_start` first."""
     # The thread pool of the tokenizers library would compete with the training thread for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Imports create almost no garbage, and take a sixth less time without the collector.
@@ -192,7 +192,7 @@ async def _run(config: Config, launcher: Launcher | None, world: World | None) -
     def stop(received: signal.Signals) -> None:
         nonlocal stopped_at
         if stop_signals:
-            # A SIGHUP after another signal changes nothing: a terminal that closes sends SIGHUP twice.
+            # A SIGHUP after the first signal changes nothing: a terminal that closes sends SIGHUP twice.
             if received is not signal.SIGHUP and loop.time() - stopped_at >= SECOND_SIGNAL_AFTER_S:
                 _end_at_once(received, runtime)
             return
@@ -212,7 +212,7 @@ async def _run(config: Config, launcher: Launcher | None, world: World | None) -
         print(text, file=sys.stderr, flush=True)
 
     for handled in HANDLED_SIGNALS:
-        # Under nohup this process ignores SIGHUP, and must go on to ignore it.
+        # Under nohup this process ignores SIGHUP, and must keep ignoring SIGHUP.
         if handled is not signal.SIGHUP or signal.getsignal(handled) is not signal.SIG_IGN:
             loop.add_signal_handler(handled, stop, handled)
     with scope:
@@ -250,7 +250,7 @@ def _end_at_once(received: signal.Signals, runtime: Runtime) -> None:
 
 @contextlib.asynccontextmanager
 async def open_ring(config: Config) -> AsyncIterator[RecordRing | None]:
-    """Open the record ring of `door.ring`, or yield None if it is null. At the end prints how many records remain, if any."""
+    """Open the record ring of `door.ring`; yield None if the setting is null. At the end print how many records remain, if any."""
     from asyncrl.runtime.door import ring_of
 
     if config.door.ring is None:
@@ -263,7 +263,7 @@ async def open_ring(config: Config) -> AsyncIterator[RecordRing | None]:
             ring.end_intake()  # so that the count is final
             if count := ring.statistics().outstanding:
                 print(
-                    f"{count} records that were not trained wait in ring {ring.name} (see `asyncrl shm`) for the next run"
+                    f"ring {ring.name} (see `asyncrl shm`) holds {count} records that were not trained, for the next run"
                 )
 
 

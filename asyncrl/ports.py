@@ -68,8 +68,8 @@ class PinsVersions(Protocol):
     """An engine with several workers. An evaluation pins one of them."""
 
     async def pin(self, version: int) -> PinnedVersion | None:
-        """Pin one worker to `version`, after an earlier pin has ended. None: a newer version exists, fewer than two workers have
-        `version`, or a concurrent call has pinned a worker."""
+        """Wait for the end of an earlier pin, then pin one worker to `version`. None: a newer version exists, fewer than two
+        workers have `version`, or a concurrent call has pinned a worker."""
         ...
 
 
@@ -159,9 +159,9 @@ class Ledger(Protocol):
     """Admits groups and gives them places in steps, for one or several ranks.
 
     A *turn* is the number of a batch, from 0: the policy version, if a batch takes one optimizer step. A *slot* lets one group
-    exist. A *place* lets one group be trained in the open step. The reservation rule: a ready group gets a place in turn `v` only
-    if, for every j >= 0, the other live groups with a deadline <= v + j fit into the places that remain free in the turns up to
-    v + j. `distributed/reservation.py` has the proof.
+    exist. A *place* lets one group be trained in one step; all steps have equally many places. The reservation rule: a ready group
+    gets a place in turn `v` only if, for every j >= 0, the other live groups with a deadline <= v + j fit into the places that
+    remain free in the turns up to v + j. `distributed/reservation.py` has the proof.
     """
 
     @property
@@ -176,11 +176,11 @@ class Ledger(Protocol):
 
     async def admit(self, group_id: int, oldest: int | None = None) -> Ticket | None:
         """Wait for a slot. `oldest`: for a group from outside, the turn of its oldest token; None for a fresh group. Returns None
-        if a group from outside is too old: it could only be trained in time if another group were dropped."""
+        for a group from outside that is past its deadline, or that could meet its deadline only if another group were dropped."""
         ...
 
     def due(self) -> int:
-        """How many fresh groups of this rank's share in the open step can still be admitted without waiting. 0 if ranks have no
+        """How many fresh groups this rank can admit without waiting, within its share of the open step. 0 if ranks have no
         shares, or after `exhaust` on any rank."""
         ...
 
@@ -228,7 +228,7 @@ class Ledger(Protocol):
         ...
 
     def remote_cause(self) -> str | None:
-        """A text about the group that the open step waits for, or None if this rank has that group. Any thread may call this."""
+        """A text about the group that the open step waits for. None if no other rank has that group. Any thread may call this."""
         ...
 
     def live_groups(self, *, everywhere: bool = False) -> list[Ticket]:

@@ -45,7 +45,7 @@ class Normaliser(StrEnum):
     TOKENS = "tokens"  # number of tokens with loss mask 1
     SEQUENCES = "sequences"  # number of all sequences, even fully masked
     SEQUENCES_X_MAX_LENGTH = "sequences_x_max_length"  # number of sequences x the configured max completion length
-    # Microbatches of all ranks, for a sum of one mean per microbatch (bnpo). Not with rollout.streaming.
+    # Number of microbatches of all ranks. For a loss that adds one mean per microbatch (bnpo). Not with rollout.streaming.
     MICROBATCHES = "microbatches"
     NONE = "none"  # not divided
 
@@ -53,7 +53,7 @@ class Normaliser(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample. Temperature 0 is greedy. Filters, penalties and bans are off by default. Order: bias, repetition penalty,
-    frequency and presence penalty, bans (`bad_words`; stop tokens before `min_tokens`), temperature, top_k, top_p, min_p.
+    frequency and presence penalty, bans (`bad_words`; stop tokens before `min_tokens`), temperature, filters (top_k, top_p, min_p).
 
     logit_bias: token id -> number from -100 to 100 that is added to the logit of the token. repetition_penalty: for tokens in
     prompt and completion, as in transformers and vLLM. frequency_penalty, presence_penalty: for tokens in the completion, as in
@@ -131,7 +131,7 @@ class ChatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One tokenized row. `group_id`: its number in the stream of training prompts; larger if submitted; negative in evaluations."""
+    """One tokenized row. `group_id`: the row's ordinal; above all ordinals if rerolled or submitted; negative in evaluations."""
 
     group_id: int
     ids: Int32Array  # [P]
@@ -268,7 +268,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The smallest `oldest_version` of the members, without those that have -1. -1 if all have."""
+        """The smallest `oldest_version` that is not -1 among the members; -1 if every member has -1."""
         return min((t.oldest_version for t in self.trajectories if t.oldest_version >= 0), default=-1)
 
 

@@ -6,10 +6,10 @@ statistics of the whole *step* are refused if groups are trained as they arrive,
 on the order of arrival.
 
 A member with a reward of None or NaN is *unscorable*: no reward function applied to the completion. The member has advantage 0, and
-no statistic includes its reward. A group with fewer than two scorable members has no baseline: an estimator of one group without
-`alone` gives it advantages of 0. The tokens and sequences of such a group still count in the divisor of the loss. If an
-estimator of one group subtracts the group's mean, equal rewards give advantages of exactly 0, without a rounding error, so code can
-test with `== 0` whether a group has a signal.
+no statistic includes its reward. A group with fewer than two scorable members has no baseline. With `alone=False` an estimator of
+one group gives all members of such a group advantages of 0. Their tokens and sequences count in the divisor of the loss.
+If an estimator of one group subtracts the group's mean, equal rewards give advantages of exactly 0, without a rounding error. So
+code can test with `== 0` whether a group has a signal.
 
 To add an estimator, write a function under `of_group` or `of_step`, and add it to `ALL`.
 
@@ -184,7 +184,7 @@ def dr_grpo(rewards_G: Rewards) -> Float64Array:
 
 @of_group()
 def rloo(rewards_G: Rewards) -> Float64Array:
-    """[G] -> [G]: the leave-one-out baseline, `r_i - mean(r_j, j != i)`: with n scorable members, `n / (n - 1)` times `dr_grpo`.
+    """[G] -> [G]: `r_i - mean(r_j, j != i)`, the leave-one-out baseline. With n scorable members: `n / (n - 1)` times `dr_grpo`.
 
     Papers: Ahmadian et al., "Back to Basics" (arXiv:2402.14740), section 2.2; Kool et al. (2019). TRL: RLOOTrainer with
     `normalize_advantages=False`.
@@ -364,7 +364,7 @@ def _normalised_sum(group: GroupRewards) -> Float64Array:
 
 def _whiten(values: Sequence[Float64Array], groups: Sequence[GroupRewards]) -> list[Float64Array]:
     """`(value - mean) / sqrt(var + 1e-8)`, where mean and variance count each value once per trained token."""
-    # A value of NaN counts for no token.
+    # A NaN value gets the weight 0, so mean and variance leave it out.
     pairs = zip(values, groups, strict=True)
     lengths = [np.where(np.isnan(value_G), 0, np.asarray(group.lengths, np.float64)) for value_G, group in pairs]
     flat = np.nan_to_num(np.concatenate(values)) if values else np.zeros(0)

@@ -2,7 +2,7 @@
 
 A loss is a pure function of columns with a value per token. A loss returns **sums** and not means. The trainer adds the sums of all
 microbatches, and `finish_train_step` divides by the number of tokens or sequences of the whole step over all ranks. So the gradient
-does not depend on how the step was split into microbatches and ranks.
+does not depend on how the step was split into microbatches and ranks (except with the loss `bnpo`).
 
 A loss may read three log-probs of a token:
 
@@ -33,7 +33,7 @@ COEFFICIENT_MAX = 1.0  # of the entropy bonus under `EntropyControl`
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Columns of one microbatch, float32 (float64 in tests), all on one device.
+    """Columns of one microbatch, all on one device. The dtype is float32, or float64 in tests and in `try_loss`.
 
     `old_logp_S` is None if the batch is used for one update. Then the surrogate uses `logp_S.detach()`.
     """
@@ -70,7 +70,7 @@ class LossInputs:
 
 
 def old_logp(inputs: LossInputs) -> Tensor:
-    """[S] detached: the `old` column. Without an `old` column it is `logp_S`, so every ratio is 1."""
+    """[S] detached: the `old` column. Without an `old` column: `logp_S`, so every ratio is 1."""
     return (inputs.logp_S if inputs.old_logp_S is None else inputs.old_logp_S).detach()
 
 

@@ -9,7 +9,7 @@
     last_turn     only the last reply is trained, with the advantage of the episode's reward
 
 gamma is `algorithm.discount`. Replies are in the order of `Trajectory.turns`, the order of their requests. The rewards r_k are
-`Trajectory.turn_rewards`. The episode's reward minus the sum of all r_k (such as a penalty for length) is added to the last r_k.
+`Trajectory.turn_rewards`. The episode's reward minus the sum of the r_k, such as a length penalty, is added to the last r_k.
 So without `turn_rewards` the last reply has the whole reward, and with gamma = 1 the first return is the episode's reward.
 
 Shapes: [G] has a value per member, [t] a value per reply of one member.

@@ -12,7 +12,7 @@ Bounds [floor, cap] act in one of two ways. `truncate` clamps the ratio. `mask` 
     mode               level      bounds     known as
     token_truncate     token      truncate   TIS: Yao et al., "Your Efficient RL Framework Secretly Brings You
                                              Off-Policy RL Training" (2025); `tis` is the same
-    token_mask         token      mask       MIS in TRL; IcePop (Ring-1T, arXiv:2510.18855) with a floor: `icepop`
+    token_mask         token      mask       MIS in TRL. With a floor it is `icepop`: IcePop (Ring-1T, arXiv:2510.18855)
     sequence_truncate  sequence   truncate
     sequence_mask      sequence   mask       TRL's default
     geometric_truncate, geometric_mask       as the two modes above, at the geometric level (verl)
@@ -21,10 +21,10 @@ Bounds [floor, cap] act in one of two ways. `truncate` clamps the ratio. `mask` 
 
 `veto`: if a token of a sequence has a ratio below the veto, all tokens of the sequence get weight 0 (verl: 1e-4).
 `log_clamp`: bound of |d_t| in nats (verl: 20). `truncate` is from Ionides, "Truncated Importance Sampling" (2008). A masked token
-still counts in N, the scored tokens of the step.
+counts in N, the number of scored tokens of the step.
 
-A sampler log-prob of NaN means that the engine reported none. Then d_t is 0. A NaN of the trainer reaches the loss and ends the
-run. With `old_logprobs: sampler` the clip is around the sampler's log-probs, and there are no importance weights.
+A sampler log-prob of NaN means that the engine reported no log-prob. Then d_t is 0. A NaN of the trainer reaches the loss and ends
+the run. With `old_logprobs: sampler` the clip is around the sampler's log-probs, and there are no importance weights.
 
 Shape legend: S scored tokens of a microbatch, B sequences of the microbatch. Log-probs are in nats.
 """
@@ -128,12 +128,12 @@ def importance_weights(inputs: LossInputs, settings: Importance) -> tuple[Tensor
     else:
         over_sequence = inputs.sequence_sum if mode.level == "sequence" else inputs.sequence_mean
         ratio, normaliser = over_sequence(d_S).exp(), Normaliser.SEQUENCES
-    # A NaN of the trainer stays NaN.
+    # Comparisons with NaN are false. So a NaN of the trainer is not `outside`, and reaches the loss.
     outside = (ratio < floor) | (ratio > cap)
     weight = ratio.clamp(floor, cap) if mode.action == "truncate" else ratio.masked_fill(outside, 0.0)
-    # A sequence without scored tokens has ratio 1. Unlike TRL's metrics these do not count it: its microbatch may be skipped.
+    # Unlike TRL, leave out sequences without scored tokens (ratio 1), because a microbatch of such sequences may be skipped.
     counted = ratio.new_ones(ratio.shape) if mode.level == "token" else (inputs.length_B > 0).to(ratio.dtype)
-    # The weights after the bounds, as in TRL, and the share of ratios that the bounds changed.
+    # `ratio_*` are of the weights after the bounds, as in TRL. `bounded_mean` is the share of ratios outside of the bounds.
     metrics = {
         "importance/ratio_mean": MetricSum((weight * counted).sum(), normaliser),
         "importance/ratio_max": MetricSum(_largest(weight * counted), Normaliser.NONE),

@@ -15,7 +15,7 @@ mean gradients of k1 and k3 are the gradient of the KL.
 With `place: reward` the estimate has no gradient. The reward of each sequence is reduced by `coef x sum_t kl_t` before advantages
 are computed (Ouyang et al., arXiv:2203.02155; TRL's RLOOTrainer, with k1).
 
-Shape legend: S scored tokens. Log-probs are in nats.
+Shape legend: S scored tokens, B sequences. Log-probs are in nats.
 """
 
 from __future__ import annotations

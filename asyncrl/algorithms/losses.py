@@ -35,7 +35,8 @@ _MIN_LOG_WEIGHT, _MAX_LOG_WEIGHT = math.log(1e-8), 20.0
 class Surrogate:
     """The policy loss per token, before corrections and the sum over tokens.
 
-    The gradient flows through the ratio, or in a loss `-c A logp` (c: a detached coefficient, A: the advantage) through logp.
+    The gradient flows through logp in a loss `-c A logp` (c: a detached coefficient, A: the advantage), and through the ratio in
+    every other loss.
     """
 
     loss_S: Tensor
@@ -48,8 +49,8 @@ class Surrogate:
 class LossMethod(Method):
     """Base class of the losses. A subclass needs `name`, `normaliser`, `surrogate`, and a docstring with formula and paper.
 
-    Fields made by `setting` are the settings `algorithm.SECTION.*`. SECTION is by default that of the base class, or else `name`. A
-    subclass with such fields must be a frozen dataclass.
+    Fields made by `setting` are the settings `algorithm.SECTION.*`. SECTION is the attribute `section`, or `name` if `section` is
+    empty. A subclass with such fields must be a frozen dataclass.
     """
 
     name: ClassVar[str] = ""
@@ -60,7 +61,7 @@ class LossMethod(Method):
     needs_old: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = False  # log-probs with the weights at the start of the run
     needs_entropy: ClassVar[bool] = False  # entropies with gradient
-    # Whether the loss reads `importance_S`. Otherwise the surrogate is multiplied by the weights.
+    # Whether the loss reads the weights `importance_S`. False: `terms.py` multiplies the surrogate by these weights.
     takes_weights: ClassVar[bool] = False
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     # Dotted name of a setting that this loss does not read -> a sentence on what to set instead.
@@ -75,8 +76,8 @@ class LossMethod(Method):
         raise NotImplementedError
 
     def total(self, inputs: LossInputs, loss_S: Tensor) -> Tensor:
-        """The sum over the microbatch, which `normaliser` divides. By default the sum over all tokens, or with
-        `Normaliser.SEQUENCES` the sum over sequences of the mean over tokens."""
+        """The sum over the microbatch, before the division by the count of `normaliser`. The default is the sum over all tokens;
+        with `Normaliser.SEQUENCES` the default is the sum over sequences of the mean over each sequence's tokens."""
         if self.normaliser is Normaliser.SEQUENCES:
             return inputs.sequence_mean(loss_S).sum()
         return loss_S.sum()
@@ -98,8 +99,7 @@ class Clipped(LossMethod):
 
     Schulman et al. (arXiv:1707.06347), eq. 7; epsilon_high: DAPO (arXiv:2503.14476). `r' = min(r, delta)` bounds the loss of tokens
     with A < 0 and a large ratio (two-sided clip, INTELLECT-2, arXiv:2505.07291; delta > 1 + epsilon_high). `dual_clip` c sets the
-    same bound in the form of Ye et al. (arXiv:1912.09729): `min(loss, -c A)` where A < 0. torchtitan's one-sided clip is the same
-    function without `delta` and `dual_clip`.
+    same bound in the form of Ye et al. (arXiv:1912.09729): `min(loss, -c A)` where A < 0.
     """
 
     section: ClassVar[str] = "clip"
@@ -325,7 +325,7 @@ class Sapo(LossMethod):
 
     Paper: Gao et al., "Soft Adaptive Policy Optimization" (arXiv:2511.20347).
     Formula: `sum_b (1 / max(len_b, 1)) sum_t -A_t sigmoid(tau (r_t - 1)) 4 / tau`. Here tau is temperature_pos for A > 0, and
-    otherwise temperature_neg. At r = 1 the gradient is that of the plain ratio. Away from r = 1 the gradient falls smoothly.
+    temperature_neg for A <= 0. At r = 1 the gradient is that of the plain ratio. Away from r = 1 the gradient falls smoothly.
     """
 
     name: ClassVar[str] = "sapo"
@@ -341,7 +341,7 @@ class Sapo(LossMethod):
 
 
 class Reinforce(LossMethod):
-    """The plain policy gradient, without a ratio. Importance weights still apply.
+    """The plain policy gradient, without a ratio. Importance weights multiply the loss.
 
     Paper: Williams (1992), https://doi.org/10.1007/BF00992696. NeMo: `disable_ppo_ratio`.
     Formula: `sum_t -A_t logp_t`. With `updates_per_batch` above 1 nothing bounds the later updates.
@@ -363,8 +363,8 @@ class Vespo(LossMethod):
     `log w_b = sum_t log r_t + sum_t log(importance_t)` is the log-ratio of policy and sampler. So importance weights of tokens are
     a part of w and not a factor of the loss, and only modes of the token level make sense.
     Each log-ratio is clamped to +-20. Each log-weight and the sum are clamped to [log 1e-8, 20]. (k, lambda) is (k_pos, lambda_pos)
-    where A >= 0, else (k_neg, lambda_neg). A phi that is not finite is replaced by 0, as in TRL. A NaN of the trainer still reaches
-    the loss through logp.
+    where A >= 0, and (k_neg, lambda_neg) where A < 0. A phi that is not finite is replaced by 0, as in TRL. This does not
+    hide a NaN log-prob of the trainer, because logp itself is a factor of the loss.
     `rollout.streaming` is allowed, because a microbatch has only complete sequences.
     """
 

@@ -1,8 +1,8 @@
 """The base class of *methods*: losses, terms that can be added to every loss, and the settings of an advantage estimator.
 
 A method is a frozen dataclass. Its fields are its settings, each made by `setting`. The docstring of the class or of its `formula`
-has the formula and the paper. Other modules make everything else from these declarations: the schema of the configuration,
-`--help`, `asyncrl explain`, the checks before a run, and the rules of a resume.
+has the formula and the paper. From these declarations other modules make the schema of the configuration, `--help`,
+`asyncrl explain`, the checks before a run, and the rules of a resume.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ class Method:
 
     @property
     def on(self) -> bool:
-        """Whether a term is on. If all settings of the term are `switches`, nobody reads this property, and it is always True."""
+        """Whether a term is on. A term with settings besides its `switches` must override this property; other terms need not."""
         return True
 
     def derived(self) -> Mapping[str, Any]:
-        """Name of a setting whose default is None -> its value, or the value that None stands for."""
+        """Name -> value in use, for settings whose default is None. If such a setting is None: the value that None stands for."""
         return {}
 
     def problems(self, context: CheckContext) -> Iterator[str]:

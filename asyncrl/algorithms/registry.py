@@ -25,7 +25,7 @@ from .terms import TERMS, Terms, entropy_bonus, loss_sums
 
 LOSSES: dict[str, type[LossMethod]] = {loss.name: loss for loss in losses.ALL}
 ADVANTAGES: dict[str, Estimator] = {estimator.name: estimator for estimator in advantages.ALL}
-# The user's methods: ("loss" or "advantage", address in the configuration) -> class or estimator (`config/methods.py`)
+# Methods of the user, loaded by config/methods.py: ("loss" or "advantage", address like "file.py:name") -> class or estimator.
 OWN: dict[tuple[str, str], Any] = {}
 _CENTRE_NAMES = ("old_logprobs", "force_on_policy")  # settings of `build_loss` that no method has
 
@@ -76,9 +76,9 @@ def build_loss(name: str, **values: Any) -> Loss:
     """The loss with this name for the trainer, with all terms, the entropy bonus, and the metrics of entropy and mismatch.
 
     `values`: flat name of a setting (`epsilon`, `sapo_temperature_pos`, `kl_coef`) -> value. Settings of other losses are ignored.
-    With `old_logprobs="sampler"` the clip is centred on the sampler's log-probs, so there are no importance weights, which would
-    correct the same difference again. With `force_on_policy` the `old` column is not read. With `entropy_target` the trainer must
-    bind the coefficient of each step (`Loss.with_control`).
+    With `old_logprobs="sampler"` the clip is centred on the sampler's log-probs. Importance weights would correct the same
+    difference again, and are off. With `force_on_policy` the loss reads no old log-probs, and every ratio is 1. With
+    `entropy_target` the trainer must bind the coefficient of each step (`Loss.with_control`).
     Errors: ConfigError for an unknown name; TypeError for a setting that no method has.
     """
     method = make_loss(name, **values)
@@ -86,7 +86,7 @@ def build_loss(name: str, **values: Any) -> Loss:
     terms, centre = make_terms(**values), values.get("old_logprobs", "recompute")
     force_on_policy = bool(values.get("force_on_policy", False))
     if centre == "sampler":
-        terms = replace(terms, importance=Importance(cap=None))  # without cap, floor and veto: off
+        terms = replace(terms, importance=Importance(cap=None))  # off: no cap, floor or veto
     entropy, quantile = terms.entropy, terms.top_entropy.quantile
 
     def with_bonus(coefficient: float) -> LossFn:

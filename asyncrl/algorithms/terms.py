@@ -34,8 +34,8 @@ def entropy_bonus(inputs: LossInputs, coefficient: float) -> Tensor:
     temperature.
 
     Mnih et al. (arXiv:1602.01783), section 4. The normaliser is TOKENS for every loss (as in TRL), so that the coefficient has the
-    same meaning with every loss. The bonus is the mean over the tokens of the step, or with a top-entropy mask over the kept
-    tokens (`Loss.with_bonus_scale`). (TRL takes the mean over each microbatch.)
+    same meaning with every loss. The bonus is the mean over the tokens of the step. With a top-entropy mask it is the mean over
+    the tokens that the mask keeps (`Loss.with_bonus_scale`). (TRL takes the mean over each microbatch.)
     """
     if inputs.entropy_S is None:
         raise ValueError(
@@ -109,7 +109,7 @@ def off_policy_keep(inputs: LossInputs, threshold: float) -> tuple[Tensor, Metri
     """
     gap_S = (inputs.sampler_logp_S - inputs.logp_S).detach()
     gap_S = gap_S.masked_fill(inputs.sampler_logp_S.isnan(), 0.0)
-    # `> threshold` is False for a NaN of the trainer. So the token is not masked, and the NaN reaches the loss.
+    # If a log-prob of the trainer is NaN, `> threshold` is False. So the sequence is not masked, and the NaN reaches the loss.
     far_B = inputs.sequence_mean(gap_S) > threshold
     keep_S = (inputs.advantage_S >= 0) | ~inputs.spread(far_B)
     dropped_B = inputs.sequence_sum((~keep_S).to(gap_S.dtype)) > 0

@@ -10,7 +10,7 @@
 Guarantees
 * status 200: the groups are in the ring. They survive the death of this process. Each is trained once, or is dropped and counted;
 * a request waits up to `wait_s` for room in a ring; then the reply is 503, and Atropos sends the request again. Nothing is lost;
-* if a request was cut off while a group waited, or got 503, and the same run gets it again, the accepted groups are skipped;
+* a request that got 503, or was cut off while a group waited, can be sent to the same run again: accepted groups are skipped;
 * a group that cannot be trained is refused as a whole (422) with the reason; the other groups of its request are accepted;
 * a run that ends or is stopped answers 503 to waiting requests, and ends every environment server that asks for its status;
 * the next run serves an environment server that registered with an earlier run, if `door.http_key` gives both runs the same key;
@@ -91,9 +91,8 @@ class Environments:
     """The registered environment servers, and the door's replies to `/status-env`.
 
     Atropos has no message for the end of a run. A server ends by itself once `current_step + queue_size * group_size // batch_size`
-    exceeds its number of steps. If its requests fail, it ends with a stack trace. So a door that closes goes on to answer
-    `/status-env` for up to `LINGER_S`. The `queue_size` of these replies is `OVER`, which ends every server.
-    """
+    exceeds its number of steps. If its requests fail, it ends with a stack trace. So a door that closes keeps answering
+    `/status-env` for up to `LINGER_S`. The `queue_size` of these replies is `OVER`, which ends every server."""
 
     def __init__(self) -> None:
         # Number -> environment. The environment that was silent for longest is first.
@@ -134,8 +133,9 @@ class Environments:
 
     def status(self, number: Any, version: int, held: deque[tuple[int | None, int]]) -> dict[str, Any]:
         """The reply to `/status-env`. `held`: (environment, sequences) of each accepted group that is not trained yet. A server
-        multiplies queue sizes by its group size. So they are sequences divided by the size of the server's largest held group;
-        if it has none, of the largest of all. An unknown environment (removed, or of an earlier run) gets weight 1, as if alone."""
+        multiplies queue sizes by its group size. So a queue size is a number of sequences, divided by the size of the server's
+        largest held group. If no group of the server is held, the divisor is the size of the largest held group of all servers.
+        An unknown environment (removed, or of an earlier run) gets weight 1."""
         environment = self.touch(number)
         total = sum(known.weight for known in self._all.values())
         weight = 1.0 if environment is None or total <= 0 else environment.weight / total
@@ -173,7 +173,7 @@ class AtroposDoor:
     def __init__(
         self, rings: RankRings, terms: ServedTerms, at: Address | None = None, *, wait_s: float = 240.0
     ) -> None:
-        """`wait_s`: longest wait of a request for room. Below 300 s, when Atropos repeats the request. Errors: ConfigError."""
+        """`wait_s`: longest wait of a request for room. Atropos repeats a request after 300 s, so set less. Errors: ConfigError."""
         self._rings = rings
         self._terms = terms
         self._environments = Environments()
@@ -236,7 +236,7 @@ class AtroposDoor:
         return reply(200, **self._environments.status(number, version, self.groups.held()))
 
     async def _info(self, _: web.BaseRequest) -> web.Response:
-        # An environment server drops trajectories of `max_token_len` tokens or more, so one more than the longest row is sent.
+        # An environment server drops trajectories of `max_token_len` tokens or more, so the door sends the limit of a row plus 1.
         return reply(200, batch_size=self._terms.batch_size, max_token_len=(self._terms.limits.longest or 0) + 1)
 
     async def _wandb_info(self, _: web.BaseRequest) -> web.Response:
@@ -277,14 +277,13 @@ async def serve(
     statistics: ring_door.DoorStatistics | None = None,
     task_status: anyio.abc.TaskStatus[AtroposDoor] = anyio.TASK_STATUS_IGNORED,
 ) -> ring_door.DoorStatistics:
-    """`asyncrl.runtime.door.serve` and an HTTP door into the same ring, until the training ends or the ring is closed.
+    """Runs `asyncrl.runtime.door.serve`, and an HTTP door into the same ring, until the training ends or the ring is closed.
 
     Other processes may also push through shared memory. `others`: the names of the rings of the other ranks on this machine; the
     door spreads groups over all rings. `statistics` counts the groups, and is returned. `TaskGroup.start` returns the open door.
-    Errors: ConfigError if the door cannot listen.
-    """
+    Errors: ConfigError if the door cannot listen."""
     counts = statistics or ring_door.DoorStatistics()
-    # The HTTP door labels groups with the published version, perhaps before `ring_door.serve` publishes one.
+    # The HTTP door labels groups with the published version. It may get a group before `ring_door.serve` publishes a version.
     ring.publish_version(runtime.version)
     config = runtime.config
     terms = ServedTerms(

@@ -30,8 +30,9 @@ MAX_HELD_BYTES = 1 << 31
 # Limits for one body. A list, an object or a text takes about 100 bytes of memory, a number 40.
 MAX_OBJECTS = 1 << 20
 MAX_VALUES = 1 << 24
-MAX_GROUPS = 1024  # of one request
-MAX_INTERRUPTED = 1024  # interrupted requests that are remembered
+MAX_GROUPS = 1024
+# Requests with pushed groups that were cut off or got 503. They are remembered, because the sender repeats them.
+MAX_INTERRUPTED = 1024
 MAX_REASON_CHARACTERS = 1000  # because a reason may quote the request
 _NO_MORE = "the run ends and accepts no more groups"
 # (members, number of the environment) of a group that can be trained, or the reason why a group cannot be trained.
@@ -47,7 +48,7 @@ class RankRings:
 
     @property
     def policy_version(self) -> int:
-        """The newest policy version that a rank has published; 0 before that. The versions of ranks differ only for a moment."""
+        """The newest policy version that a rank has published; 0 before the first version. Ranks may briefly differ."""
         return max(0, *(client.policy_version for client in self._clients))
 
     @property
@@ -59,7 +60,7 @@ class RankRings:
         """`AsyncClient.push` into the emptiest ring. If this ring is full, the call waits for this ring only: all ranks train a
         step together, so no other ring has room earlier."""
         client = min(self._clients, key=lambda client: client.statistics().records_held)
-        # `min` returns the first of several equal rings. Move this one to the end, so that equal rings take turns.
+        # `min` returns the first of several equal rings. Move this ring to the end, so that equal rings take turns.
         self._clients.remove(client)
         self._clients.append(client)
         await client.push(group, scored, timeout=timeout)
@@ -80,7 +81,7 @@ def decompress(body: bytes | bytearray, encoding: str) -> bytes | bytearray:
             )
     except zlib.error as error:
         raise Refused(400, f"the body is not valid gzip data: {error}") from error
-    # A second member would be lost in silence.
+    # A second gzip member would be lost in silence.
     if not decompressor.eof or decompressor.unused_data:
         raise Refused(400, "the gzip body is incomplete, or goes on after its first member; send one member")
     return decompressed
@@ -132,7 +133,7 @@ class GroupReceiver:
         self._held_bytes = 0
         self._read_lock = anyio.Lock()
         self._accepted: deque[tuple[int | None, int]] = deque()  # see `held`
-        # Digest of an interrupted request -> indices of its groups that were pushed.
+        # Digest of a request -> indices of its groups that were pushed before it was cut off or got 503.
         self._interrupted: OrderedDict[bytes, set[int]] = OrderedDict()
         self._pushing: set[anyio.CancelScope] = set()
         self._next_group = 0
@@ -195,7 +196,7 @@ class GroupReceiver:
     ) -> web.Response:
         """Push the groups and make the reply. `digest`: of the request's body, so that a repeated request is recognized."""
         refused: list[dict[str, Any]] = []
-        # An environment server repeats an interrupted request. Skip the groups that were pushed the first time.
+        # A repeated request: skip the groups that were pushed the first time.
         pushed = self._interrupted.pop(digest, set())
         try:
             for index, group in enumerate(groups):

@@ -1,7 +1,7 @@
 """Converts a `ScoredData` object of Atropos into the members of a group. n: number of members. L: number of tokens of a member.
 
     tokens              [n][L]  ids
-    masks               [n][L]  -100: not trained; otherwise the id of the token
+    masks               [n][L]  the id of the token if the token is trained; -100 if it is not trained
     scores              [n]     rewards
     inference_logprobs  [n][L]  log-probs of the sampler, in nats; ignored for tokens that are not trained (Atropos sends 1.0). If
                                 the field is missing, the importance ratio is 1
@@ -10,9 +10,9 @@
     group_overrides             temperature, policy_version
     generation_params           temperature
 
-The temperature is taken from overrides, else generation_params, else group_overrides, else it is 1. The policy version is taken
-from overrides, else group_overrides, else it is the newest version. `set_advantage_to_zero` is stored in the member's metadata. The
-first token is never trained. A group with a field that a run cannot use is refused (`UNUSABLE`).
+Precedence for the temperature: overrides, generation_params, group_overrides, 1. Precedence for the policy version: overrides,
+group_overrides, the newest version. `set_advantage_to_zero` is stored in the member's metadata. The first token is never trained.
+A group with a field of `UNUSABLE` is refused.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ UNUSABLE = {
 
 
 def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
-    """The members of one `ScoredData` object. `version`: the newest policy version. Errors: DataError if the object or one of its
-    members is invalid."""
+    """The members of one `ScoredData` object. `version`: the newest policy version. Errors: DataError for invalid data."""
     if not isinstance(item, Mapping):
         raise DataError(f"the group is {_describe(item)}; expected an object with tokens, masks and scores")
     for name, reason in UNUSABLE.items():
@@ -89,7 +88,7 @@ def read_group(item: Any, limits: Limits, version: int) -> list[Scored]:
 
 
 def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> tuple[Any, int, bool]:
-    """(temperature, policy version, whether the advantage is set to zero) of member `i`. `override`: of this member."""
+    """(temperature, policy version, whether the advantage is set to zero) of member `i`. `override`: `overrides[i]`."""
     member = _object(override, f"overrides[{i}]")
     group = _object(item.get("group_overrides"), "group_overrides")
     generation = _object(item.get("generation_params"), "generation_params")
@@ -111,7 +110,7 @@ def _settings(item: Mapping[str, Any], override: Any, i: int, version: int) -> t
 
 def _check(scored: Scored, i: int, n: int, limits: Limits) -> None:
     """Errors: DataError, which the sender gets. `runtime.door` repeats the check, because every process of this user can write into
-    the ring."""
+    the run's ring in shared memory."""
     trajectory = Trajectory(
         group_id=0,
         member=i,

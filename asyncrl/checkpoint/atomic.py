@@ -42,7 +42,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def replace_directory(new: Path, target: Path, replaced: Path) -> None:
-    """Rename the directory `new` to `target`. An old directory at `target` is renamed to `replaced`; the caller must remove that.
+    """Rename the directory `new` to `target`. An old directory at `target` is renamed to `replaced`, which the caller must remove.
 
     Linux exchanges the old and the new directory in one system call, so `target` exists at every moment. Where this is
     not supported, two renames are needed, and `target` does not exist between the two.

@@ -1,12 +1,12 @@
-"""Checkpoints of a sharded trainer. A replica is a set of ranks that together hold one copy of the model. Each other rank of rank
-0's replica writes its rows of every tensor into a file, and rank 0 moves these files into the checkpoint.
+"""Checkpoints of a sharded trainer. A replica is a set of ranks that together hold one copy of the model. In the replica of rank 0,
+every rank above 0 writes its rows of every tensor into a file, and rank 0 moves these files into the checkpoint.
 
     checkpoints/shards/step_40-rank_1.pt    written by rank 1, which then sends the SHA-256 to rank 0
     checkpoints/step_40/state/trainer.pt    the rows of rank 0, and the state that is not sharded
     checkpoints/step_40/state/shard_1.pt    the file of rank 1, moved here before the checkpoint is renamed into place
 
-A save uses no collective, because in a run that stops, some ranks may never call it. All ranks of the replica must share the
-run directory. A resume reads full tensors, one at a time, so it may use another number of ranks and another `distributed.sharding`.
+A save uses no collective: while a run stops, some ranks may never reach the collective. All ranks of the replica must share the
+run directory. A resume reads full tensors, one at a time, so it may use another `distributed.sharding`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
         state/trainer.pt       masters (master weights), optimizer, step counts, reference model (state.py)
         state/run.json         version, turn, prompt cursors, untrained groups, replay buffers, configuration
         state/shard_1.pt       the rows of rank 1, if the model is sharded (shards.py)
-        state/manifest.json    size and SHA-256 of every file; a load compares them first (manifest.py)
+        state/manifest.json    size and SHA-256 of every file; a load first checks all files (manifest.py)
       latest -> step_40        the checkpoint that a resume loads
       .tmp-...                 an unfinished save or removal; readers ignore the directory, and the next save removes it
 
@@ -77,7 +77,7 @@ class CheckpointStore:
         return self.directory / f"step_{version}"
 
     def versions(self) -> list[int]:
-        """Versions of the checkpoints in this directory, ascending, damaged ones included."""
+        """Versions of the checkpoints in this directory, ascending, including damaged checkpoints."""
         try:
             names = [entry.name for entry in os.scandir(self.directory) if entry.is_dir(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
@@ -133,7 +133,7 @@ class CheckpointStore:
 
     async def save_in_thread(self, version: int, *writers: Writer) -> None:
         """Run `save` on a new thread. The writers must own their tensors (host copies), because training continues.
-        A cancelled caller still waits until the save ends. An error of the save is raised instead of the cancellation."""
+        A cancelled caller waits until the save ends. An error of the save is raised instead of the cancellation."""
         await offload(lambda: self.save(version, *writers), "checkpoint")
 
     def load(self, version: int) -> Checkpoint:
@@ -155,13 +155,13 @@ class CheckpointStore:
         return None if version is None else self.load(version)
 
     def resume_advice(self, intact: int | None) -> str:
-        """A text for the user: how to resume if `latest` names a damaged checkpoint, or does not name the newest one.
-        `intact`: the version of the checkpoint to resume from; None if there is none."""
+        """A text for the user: how to resume if `latest` names a damaged checkpoint, or does not name the newest checkpoint.
+        `intact`: the version of the checkpoint to resume from; None if no checkpoint is intact."""
         if intact is None:
             return "no earlier checkpoint here is intact; run.overwrite=true starts the run anew"
         latest = self.directory / LATEST
         link = shlex.quote(str(latest))
-        # `ln` would make a link inside of a directory.
+        # If `latest` is a directory, `ln` would make the link inside of the directory.
         first = (
             f"remove the directory {link}, which must be a link, "
             if latest.is_dir() and not latest.is_symlink()
@@ -221,7 +221,7 @@ class CheckpointStore:
 
 
 def _root_cause(error: BaseException) -> OSError | None:
-    """The `OSError` before `error`: on a full disk the cleanup of torch.save raises `error`. None if `error` is an `OSError`."""
+    """The `OSError` that caused `error`: torch.save raises another error on a full disk. None if `error` is an `OSError`."""
     cause = error.__cause__ or error.__context__
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -1,6 +1,6 @@
 """`asyncrl bench`: runs the benchmarks, which are a separate distribution, `asyncrl-bench` (tools/bench in the repository).
 
-If this package is in a checkout, the checkout's benchmarks, which match the package's code, win over installed ones.
+In a checkout, the checkout's benchmarks run, even if `asyncrl-bench` is installed: they match the code of the checkout.
 """
 
 from __future__ import annotations

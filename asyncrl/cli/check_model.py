@@ -1,6 +1,6 @@
 """`asyncrl check-model PATH`: compares every way to compute a model (fused, packed, plain) with eager transformers, on the CPU.
 
-A run compares on its own device at its start, and stops at the first way that agrees (runtime/gate.py). If the model's rotary
+At its start a run compares on its own device, and uses the first way that agrees (runtime/gate.py). If the model's rotary
 frequencies depend on the length of a row, rows within the original context and longer rows are compared separately.
 """
 
@@ -22,7 +22,7 @@ Of the settings of a run only model.*, train.gradient_checkpointing and distribu
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit codes: 0, or 2 for a refused model. 0 too if only rows past the original context are refused: shorter rows can train."""
+    """Exit codes: 0; 2 for an error or a refused model. Refused rows past the original context give 0: shorter rows can train."""
     if not arguments or arguments[0].startswith("-"):
         print(USAGE)
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2

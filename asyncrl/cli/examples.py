@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def examples() -> tuple[Path, list[Path]]:
-    """(folder of the examples, paths of their files in it). Errors: FileNotFoundError where the installation has none."""
+    """(the folder of the examples, paths of the files relative to it). Errors: FileNotFoundError if there is no such folder."""
     folders = (PACKAGE / "examples", PACKAGE.parent / "examples")
     folder = next((folder for folder in folders if (folder / "quickstart.yaml").exists()), None)
     if folder is None:

@@ -20,7 +20,7 @@ The environment variable ASYNCRL_SECRET must have the same value as for the run.
 the model. This machine must have the files and the code that the configuration names. If their paths differ here, give these paths
 as a.b=value. Ctrl-C and SIGTERM end this node, and the run goes on.
 A node may set: """
-# Settings that a node may set: its devices, processes and engine limits, and its paths of the run's files and code.
+# Settings that a node may set: its devices, processes and engine limits, and where it finds the run's files and code.
 LOCAL = (
     "model.device", "threads", "generation.workers", "generation.threads", "generation.devices", "generation.tensor_parallel",
     "engine.max_sequences", "engine.kv_positions", "reward.workers", "model.path", "model.tokenizer", "data.train", "data.eval",
@@ -29,7 +29,7 @@ LOCAL = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 if the run ended without an error; else the error's exit code, or 128 + the signal that ended this node."""
+    """Exit codes: 0; 2 without an address; the exit code of an error; 128 + the signal that ended this node."""
     if not arguments or arguments[0].startswith("-"):
         print(USAGE + ", ".join(LOCAL))
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
@@ -64,8 +64,8 @@ def _join(address: str, *overrides: str) -> int:
 
 
 def configuration(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """The configuration of a node: the run's (`tree`), changed by `overrides`. It is loaded from a temporary file, because the
-    message of `load_config` names the file of a wrong setting. Errors: ConfigError."""
+    """The configuration of this node: that of the run (`tree`), changed by `overrides`. Error messages of `load_config` show the
+    name of the temporary file. Errors: ConfigError."""
     from asyncrl.config.load import load_config
 
     node_tree = {**tree, "resume": False, "distributed": {**tree["distributed"], "listen": None}}

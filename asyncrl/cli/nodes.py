@@ -12,7 +12,7 @@ from typing import Any
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print one line per rank. Exit codes: 0, or 2 if there is no such run or no nodes.json, as for a run with a single rank."""
+    """Print one line per rank. Exit codes: 0; 2 if there is no such run or no nodes.json. A run with one rank has no nodes.json."""
     parser = argparse.ArgumentParser(prog="asyncrl nodes", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="a run directory (`runs/NAME`, or NAME for short)")
     parser.add_argument("--json", action="store_true", help="print the run's nodes.json as it is")

@@ -12,7 +12,7 @@ USAGE = "asyncrl report RUN: write report.html of a run directory (`runs/NAME`, 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the report. Exit codes: 0, or 2 if there is no run of that name or the report cannot be written."""
+    """Write the report. Exit codes: 0; 2 for wrong arguments, an unknown run, or a report that cannot be written."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print(USAGE)
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2

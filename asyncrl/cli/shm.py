@@ -11,7 +11,7 @@ from asyncrl.transport.inventory import clear, inventory
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command. Exit codes: 0; 1 if a segment that the user named could not be cleared; else those of `asyncrl.errors`."""
+    """Run the command. Exit codes: 0; 1 if a named segment was not cleared; that of an AsyncrlError (`asyncrl.errors`)."""
     parser = argparse.ArgumentParser(prog="asyncrl shm", description=__doc__)
     actions = parser.add_subparsers(dest="action")
     actions.add_parser("list", help="list the segments and their owners (the default)")
@@ -54,7 +54,7 @@ def _list() -> int:
 
 def _clear(names: Sequence[str], drop_records: bool) -> int:
     """Clear the segments with these names; without names, all that have no owner. Returns the exit code, see `main`."""
-    # `inventory` cannot see every owner. So `clear` raises ArenaOwned if a process holds the segment's lock.
+    # `inventory` misses owners in outer pid namespaces. `clear` tries the lock, and raises ArenaOwned if there is an owner.
     wanted = list(names) or [entry.name for entry in inventory() if entry.owner is None]
     failed = 0
     for name in wanted:

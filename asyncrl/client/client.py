@@ -50,8 +50,8 @@ class Client(_ClientBase):
     def attach(cls, name: str, *, timeout: float = 30.0, epoch: int | None = None) -> Client:
         """Attaches to the run with the ring `name`. Waits at most `timeout` seconds for the run.
 
-        `epoch`: a number that the run reads together with the number of a group: (epoch, group) names the group. None: a new
-        number. After a crash, give the old number to push the same groups again: the run drops the members that it already has.
+        `epoch`: a number; the run identifies a group by the pair (epoch, number of the group). None: a new epoch. To push the same
+        groups again after a crash, give the old epoch: the run drops the members that it already has.
         Errors: RingDetached if no such run is there; PlatformError; ConfigError for an invalid name.
         """
         return cls(Producer.attach(name, timeout=timeout), epoch)
@@ -108,7 +108,7 @@ class AsyncClient(_ClientBase):
         metadata: Mapping[str, Any] | None = None,
         timeout: float = 60.0,
     ) -> None:
-        """As `Client.push`. A cancelled push has pushed nothing, except perhaps if the run has ended."""
+        """As `Client.push`. A push that is cancelled while the run lives has pushed nothing."""
         await self._producer.put(
             self._plan(group, scored, members, group_size, policy_version, metadata), timeout=timeout
         )

@@ -1,8 +1,8 @@
 """A monotonic clock that leaves out suspensions of this process. Deadlines on the event loop of a run use this clock.
 
 A job can be suspended by Ctrl-Z or by a paused container. The kernel's clocks go on meanwhile, so on waking every deadline would
-have passed. Here two readings of the clock that are more than `GAP_S` apart mean a suspension. Its length is the time between the
-readings, minus `GAP_S`, and minus the processor time that the process used meanwhile.
+have passed. If two readings of this clock are more than `GAP_S` apart, the process counts as suspended between the readings. The
+length of the suspension is the time between the readings, minus `GAP_S`, minus the processor time that the process used meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-# A shorter gap between two readings, in seconds, is no suspension: on a busy machine a thread may wait that long for a processor.
+# Seconds. A shorter gap between two readings is no suspension: on a busy machine a thread may wait that long for a processor.
 GAP_S = 1.0
 
 _lock = threading.Lock()
@@ -38,16 +38,16 @@ def suspended_s() -> float:
 
 def now() -> float:
     """`time.monotonic()` minus the seconds of suspension."""
-    # The clock is read last. If it were read first, a suspension between the two calls would make `now` go back.
+    # `time.monotonic()` is called last. If it were called first, a suspension between the two calls would make `now` go back.
     suspended = suspended_s()
     return time.monotonic() - suspended
 
 
 @contextlib.contextmanager
 def on_loop(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Inside the context `loop.time` leaves out suspensions. The clock must be read several times a second, because a long gap
-    between readings counts as a suspension. Contexts of one loop may be nested. uvloop's timers ignore `loop.time`, but anyio
-    reads `loop.time` again when a timer fires, before it cancels anything."""
+    """Inside the context `loop.time` leaves out suspensions. `loop.time` or `suspended_s` must be called several times a second,
+    because a long gap between two calls counts as a suspension. Contexts of one loop may be nested. uvloop's timers ignore
+    `loop.time`, but anyio reads `loop.time` again when a timer fires, before it cancels anything."""
     suspended_before = suspended_s()
     with _lock:
         _loops[loop] += 1

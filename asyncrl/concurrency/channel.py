@@ -10,7 +10,7 @@ Guarantees of a `Channel`
   asyncio closes at the first failed write and drops the unread input. The last messages of a child would be lost.)
 * A cancelled `receive` loses no message.
 
-This module imports only the standard library, orjson and the errors: reward workers load it when they start.
+This module imports only the standard library, orjson and `asyncrl.errors`, because each reward worker imports it at its start.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Channel:
         return message
 
     def send(self, message: Mapping[str, Any], data: bytes = b"") -> None:
-        """Send a message after all earlier ones. Does nothing if the peer is gone: the receiving task gets EOFError."""
+        """Send a message after all earlier messages. Does nothing if the peer is gone: the receiving task gets EOFError."""
         if self._closed or self._output_ended:
             return
         was_idle = not self._unsent

@@ -38,8 +38,8 @@ from .shield import wait_shielded
 # The folder that holds the package `asyncrl`.
 _HOME = str(Path(__file__).resolve().parents[2])
 _PR_SET_PDEATHSIG = 1
-# Seconds between the SIGTERM and the SIGKILL that `kill` sends to a guard. A guard needs more if it is suspended or its child is
-# stuck in the kernel.
+# Seconds between the SIGTERM and the SIGKILL that `kill` sends to a guard. A guard ends in less time, except if the guard is
+# suspended or its child is stuck in the kernel.
 GUARD_S = 10.0
 _TAIL_BYTES = 1 << 16
 _LONGEST_LINE = 500
@@ -65,7 +65,7 @@ class ChildProcess:
         name: for error messages.
         fds: descriptors that the child inherits, under the same numbers.
         environment: all environment variables of the child.
-        output: the file for the child's standard output and error, which this object closes; None: our standard error.
+        output: the file for the child's standard output and error. This object closes the file. None: our standard error.
         folder: the child's working directory; None: ours.
         guarded: start the child under a guard.
         notify: see `Channel`.
@@ -121,14 +121,14 @@ class ChildProcess:
         return f"exited with status {code}"
 
     def processor_s(self) -> float:
-        """CPU seconds of all threads of the child, or of its guard if it has one. NaN after its end, and without such a clock."""
+        """CPU seconds of all threads of the child, or of its guard if it has one. NaN after the end, and on macOS."""
         with contextlib.suppress(OSError):
             # The id of the process's clock, as clock_getcpuclockid(3) makes it.
             return time.clock_gettime((~self.pid << 3) | 2)
         return math.nan
 
     def last_lines(self, count: int = 20) -> str:
-        """The last lines of the child's output, without control characters, while the child runs or after its end."""
+        """The last lines of the child's output, also after its end. Control characters except tabs are replaced."""
         tail = self._read_tail() if self._popen.returncode is None else self._output_tail
         lines = [_printable(line) for line in tail.decode("utf-8", "replace").split("\n")]
         return "\n".join([line for line in lines if line][-count:])
@@ -136,7 +136,7 @@ class ChildProcess:
     def hang_up(self, grace_s: float) -> None:
         """Close the channel, which asks the child to end. Kill the child if it still runs after `grace_s` seconds."""
         self.channel.close()
-        if not self._killed:  # else the timer of `kill` must stay
+        if not self._killed:  # the timer that `kill` has set must stay
             self._set_timer(grace_s, self.kill)
 
     def kill(self) -> None:
@@ -152,8 +152,8 @@ class ChildProcess:
             self._signal_group(signal.SIGKILL)
 
     async def aclose(self, grace_s: float) -> None:
-        """Close the channel; kill the child after `grace_s` seconds or when this call is cancelled. The child has ended when this
-        returns or raises. A second call is allowed."""
+        """Close the channel; kill the child after `grace_s` seconds or when this call is cancelled. When this call
+        returns or raises, the child has ended. A second call is allowed."""
         self.channel.close()
         try:
             with anyio.move_on_after(grace_s):
@@ -202,7 +202,7 @@ class ChildProcess:
 
 
 def open_output(path: Path | None) -> IO[bytes]:
-    """A file to which a child appends its output; a temporary one without a name if `path` is None. Errors: OSError."""
+    """A file to which a child appends its output. If `path` is None: a temporary file without a name. Errors: OSError."""
     if path is None:
         return tempfile.TemporaryFile("ab+", buffering=0)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ _RUN_PARTS = ("lane", "engine", "reward worker with room", "reward workers", "pu
 
 
 def describe_tasks(tasks: set[asyncio.Task[Any]]) -> list[str]:
-    """One line for each unfinished task, sorted by name: its name and its innermost four frames, innermost last."""
+    """One line for each unfinished task, sorted by name: name, what it awaits, and its innermost four frames, innermost last."""
     return [_describe_task(task) for task in sorted(tasks, key=lambda task: task.get_name()) if not task.done()]
 
 
@@ -36,8 +36,8 @@ def describe_holder(holder: Any) -> str:
 
 
 def culprit(waits: Sequence[Wait], now: float, remote_cause: str | None = None) -> str:
-    """The wait that best explains a standstill, in words: preferably a wait for something outside of the run, then the first by the
-    order of `_RUN_PARTS`. Among equals, a wait with a task is preferred, because its frame is known, and then the longest wait.
+    """The wait that best explains a standstill, in words. A wait for something outside of the run comes first, then waits in the
+    order of `_RUN_PARTS`. Among equals, waits with a known task come first (the text has the task's frame), then longer waits.
     remote_cause: what this rank needs from another rank; precedes all waits of this rank except those for something outside."""
     if not waits:
         return remote_cause or "nobody has a recorded wait"
@@ -58,7 +58,7 @@ def describe_wait(wait: Wait, now: float) -> str:
 
 
 def _suspended_frames(awaitable: Any) -> list[FrameType]:
-    """Frames of a coroutine or generator and of what it awaits, innermost last. They end at an `async for`."""
+    """Frames of a coroutine or generator and of what it awaits, innermost last. The list ends at an `async for`."""
     frames = []
     while awaitable is not None:
         frame = getattr(awaitable, "cr_frame", None) or getattr(awaitable, "gi_frame", None)

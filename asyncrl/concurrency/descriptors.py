@@ -1,4 +1,4 @@
-"""Reserves file descriptors for the checkpoint at the end of a run, and tells the user what to do if a process has no free one."""
+"""Reserves file descriptors for the checkpoint at the end of a run, and tells the user what to do if no descriptor is free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 
-# A checkpoint needs a few open files at a time: its own, and those of modules that it imports.
+# Writing a checkpoint takes a few open files at a time: the checkpoint's files, and those of modules that are imported for it.
 SPARE = 16
 
 
@@ -17,7 +17,7 @@ class Reserve:
         self._held: list[int] = []
 
     def keep(self) -> None:
-        """Errors: OSError if fewer descriptors are free. The descriptors that were opened before the error stay open."""
+        """Errors: OSError if fewer than `SPARE` descriptors are free. Descriptors that were opened before the error stay open."""
         while len(self._held) < SPARE:
             self._held.append(os.open(os.devnull, os.O_RDONLY))
 
@@ -27,7 +27,7 @@ class Reserve:
 
 
 def descriptor_advice(error: BaseException | None) -> str:
-    """What the user can do if an error, or one in its chain of causes, means that no descriptor is free; "" for another error."""
+    """Advice to the user, if `error` or an error in its chain of causes means that no descriptor is free. "" for other errors."""
     seen = set[int]()
     # The chain can be a circle: A is raised again while B is handled, and A had caused B.
     while error is not None and id(error) not in seen:

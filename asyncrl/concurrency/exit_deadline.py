@@ -2,7 +2,7 @@
 Ctrl-C. A process that embeds asyncrl has no deadline.
 
 After a command's last line Python waits for non-daemon threads, exit handlers and children of multiprocessing. Closing an event
-loop waits for tasks and threads. Without a deadline, a thread that a library forgot would keep the process and its devices.
+loop waits for tasks and threads. Without a deadline, a thread that a library forgot would keep the process alive, with its devices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Deadline:
 
     def run(self) -> None:
         self.started.wait()
-        # Imported here, because the import takes a tenth of a second of a command's start.
+        # Imported here: an import at the top of the file would delay the start of every command by a tenth of a second.
         from .describe import describe_holder, describe_tasks
 
         # Short sleeps, because one long sleep would include the time in which the process is suspended.
@@ -51,7 +51,7 @@ class _Deadline:
         )
         for blocker in blockers:
             if not isinstance(blocker, threading.Thread):
-                blocker.kill()  # else the child would keep its devices
+                blocker.kill()  # an orphaned child would keep its devices
         os._exit(self.code)
 
 
@@ -64,7 +64,7 @@ def run_program(command: Callable[[list[str]], int], arguments: Sequence[str] | 
     if arguments is not None:
         return command(list(arguments))
     _deadline.enabled = True
-    # If the system refuses a thread here, the command itself will report that.
+    # RuntimeError: the system refuses the thread. The command starts threads too, and raises the same error.
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=_deadline.run, name="asyncrl-end", daemon=True).start()
     try:
@@ -73,7 +73,7 @@ def run_program(command: Callable[[list[str]], int], arguments: Sequence[str] | 
         start_exit_deadline(error)
         raise
     finally:
-        _deadline.unprinted_error = ""  # the command or the interpreter prints it
+        _deadline.unprinted_error = ""  # the command or the interpreter prints the error
     start_exit_deadline(code)
     return code
 
@@ -81,10 +81,10 @@ def run_program(command: Callable[[list[str]], int], arguments: Sequence[str] | 
 def start_exit_deadline(
     result: int | BaseException, limit_s: float = EXIT_LIMIT_S, loop: asyncio.AbstractEventLoop | None = None
 ) -> None:
-    """Call this when the work is done. If the process still runs after `limit_s`, the deadline names the blocking threads and tasks
-    of `loop` and ends the process. Later calls do nothing, like all calls in a process that embeds asyncrl.
+    """Call this when the work is done. If the process still runs after `limit_s`, the deadline names what blocks the exit (threads,
+    children, tasks of `loop`) and ends the process. Later calls do nothing. In a process that embeds asyncrl, all calls do nothing.
 
-    result: the exit code, or an error with the attribute `exit_code` (else 1).
+    result: the exit code, or an error. The exit code of an error is its attribute `exit_code`, or 1 without this attribute.
     """
     if not _deadline.enabled or _deadline.started.is_set():
         return

@@ -2,8 +2,8 @@
 
     run ── guard ── child ── processes that the user's functions start
 
-The run starts `guard.py RUN COMMAND...` without importing the package. RUN is the run's pid. The last word of COMMAND is the
-descriptor of the child's channel. Each reward worker has a guard, so the guard must be small and start quickly.
+The run starts `guard.py RUN COMMAND...` as a script, so the package is not imported. RUN is the run's pid. The last word of COMMAND
+is the descriptor of the child's channel. Each reward worker has a guard, so the guard must be small and start quickly.
 
 Guarantees
 * The guard kills all its descendants when the child ends, when the run ends in any way, and on SIGTERM. Process groups, sessions

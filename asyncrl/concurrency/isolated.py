@@ -25,7 +25,7 @@ async def run_isolated(work: Callable[[], Awaitable[T]], name: str) -> T:
     raised here and not in the task, where it would end the event loop.
 
     If the caller is cancelled, the task is cancelled once. So `async with` and `finally` of the work can await their cleanup; an
-    anyio scope would cancel them at every `await`. After `CLEANUP_S` the cleanup is cancelled, too. If the task ignores both
+    anyio scope would cancel the cleanup at every `await`. After `CLEANUP_S` the cleanup is cancelled, too. If the task ignores both
     cancellations, the caller goes on after `ABANDON_S`, with a warning.
     """
     results: list[T] = []
@@ -44,7 +44,7 @@ async def run_isolated(work: Callable[[], Awaitable[T]], name: str) -> T:
         await _cancel(task, name)
         raise
     if not errors and not results:
-        # Cancelled before its first step.
+        # The task was cancelled before its first step.
         errors.append(asyncio.CancelledError())
     if errors:
         error = errors.pop()
@@ -53,7 +53,7 @@ async def run_isolated(work: Callable[[], Awaitable[T]], name: str) -> T:
         try:
             raise error
         finally:
-            # The exception's traceback holds this frame, which must not hold the exception.
+            # Avoid a reference cycle: the exception's traceback holds this frame.
             del error
     return results[0]
 

@@ -4,7 +4,7 @@ which have a lane of their own. `SimulatedLane` has no thread. It serves tests a
     caller (loop) --run(fn)--> priority queue --> lane thread --call_soon_threadsafe, once--> caller
 
 Guarantees of both lanes
-* Of the waiting closures the one with the largest `priority` runs first. Closures of equal priority run in the order of submission.
+* The waiting closure with the largest `priority` runs first. Closures of equal priority run in the order of submission.
 * If a caller is cancelled before its closure starts, the closure never runs.
 * If a caller is cancelled later, the cancellation is raised when the closure has ended. So when `run` returns or raises, the lane
   no longer uses the objects of the closure.
@@ -49,7 +49,7 @@ class Lane(Protocol):
 
     @property
     def thread_id(self) -> int | None:
-        """`ident` of the thread that runs the closures; None without a thread. The watchdog finds a closure's frame by it."""
+        """`ident` of the thread that runs the closures; None without a thread. By this id the watchdog finds a closure's frame."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +77,7 @@ class ThreadLane:
     """A lane with a thread. Use it as `async with ThreadLane(...) as lane`. Closing runs the queued closures first.
 
     on_start: called first on the new thread, for device selection and thread counts. `async with` raises errors of `on_start`.
-    in_budget: False leaves the lane out of `busy/*` and `idle/*`, for the second lane of a device.
+    in_budget: False leaves the lane out of the metrics `busy/*` and `idle/*`, for the second lane of a device.
     close_timeout_s: seconds that closing waits for queued and running closures. Then closing raises a `LifecycleError` that names
         the running closure. The closure cannot be stopped: its daemon thread continues.
     """
@@ -123,7 +123,7 @@ class ThreadLane:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Refuse new closures, run the queued ones and end the thread. A second call does nothing."""
+        """Refuse new closures, run the queued closures, and end the thread. A second call does nothing."""
         with self._wakeup:
             if not self.open:
                 return
@@ -177,7 +177,7 @@ class ThreadLane:
             if not job.ended:
                 if self._withdraw(job):
                     raise
-                # The cancellation has cancelled `job.future`, and `notify` needs a new one.
+                # The cancellation has cancelled `job.future`, and `notify` needs a new future.
                 job.future = job.loop.create_future()
                 cancelled = await wait_shielded(job.future) or exc
             raise cancelled from job.error
@@ -249,7 +249,7 @@ class ThreadLane:
                 finally:
                     job.finished_at = span.ended
         except BaseException as exc:
-            # The caller raises the error, a lack of memory as OutOfMemory. The lane goes on.
+            # The caller raises the error. An error for lack of memory becomes OutOfMemory. The lane goes on.
             job.error = name_shortage(exc, f"{job.name} on {self.name}")
         self._current = None
         call_soon(job.loop, job.notify)

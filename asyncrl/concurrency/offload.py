@@ -30,7 +30,7 @@ class StandbyThread(threading.Thread):
             del work  # an idle thread must not keep objects alive
 
     def end(self, limit_s: float | None = None) -> None:
-        """Let the thread finish `work` and end, and wait for that, at most `limit_s` seconds; None: without a limit."""
+        """End the thread after the functions in `work`. Wait for its end for at most `limit_s` seconds; None: without a limit."""
         self.work.put(None)
         self.join(limit_s)
 
@@ -39,7 +39,7 @@ async def offload(function: Callable[[], T], name: str, *, abandon: bool = False
     """Run `function` on a new thread and return its result. A cancelled caller waits until `function` has ended; an error of
     `function` is raised instead of the cancellation.
 
-    With `abandon` a cancelled caller does not wait, and the result is lost: for a `function` that may never end.
+    With `abandon` a cancelled caller does not wait, and the result is lost. Use `abandon` for a `function` that may never end.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -74,7 +74,7 @@ async def offload(function: Callable[[], T], name: str, *, abandon: bool = False
         try:
             raise errors[0]
         finally:
-            # The exception's traceback holds this frame, which must not hold the exception.
+            # Avoid a reference cycle: the exception's traceback holds this frame.
             errors.clear()
     if cancelled is not None:
         raise cancelled

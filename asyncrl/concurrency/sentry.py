@@ -1,7 +1,7 @@
 """The sentry: a second process that ends the run if no thread of the run executes Python any more.
 
-The watchdog starts `sentry.py SECONDS PREFIX` (PREFIX of the message) and writes to the sentry's standard input at every check. A
-closure that holds the GIL, such as a runaway regular expression, stops the watchdog too, and the sentry gets no input. The sentry
+The watchdog starts `sentry.py SECONDS PREFIX` and writes to the sentry's standard input at every check. PREFIX begins the message.
+A closure that holds the GIL, such as a runaway regular expression, stops the watchdog too, and the sentry gets no input. The sentry
 counts its own short waits, and only while the run is not suspended, so that a suspension is not taken for a standstill.
 """
 

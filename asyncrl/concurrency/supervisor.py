@@ -6,9 +6,9 @@
                                                         one pump ends   -> the others go on
 
 Guarantees. The block raises the first exception that happened, without an exception group around it, and not the cancellations that
-followed. The exception has a note for each different later failure, and one with the pump's name if a pump raised it. Errors of
-closed queues get no note, because the first failure has closed the queues. If other code than the supervisor cancels a pump, that
-is a failure, too: the other pumps would wait for this pump without end.
+followed. If a pump raised the exception, a note on the exception names the pump. Each later failure with another text gets a
+further note. Errors of closed queues get no note, because the first failure has closed the queues. A cancellation of a pump by
+other code than the supervisor is a failure, too: the other pumps would wait for this pump without end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Args = TypeVarTuple("Args")
 
 
 class Supervisor:
-    """See the module docstring. Opened and closed in the same task."""
+    """See the module docstring. One task must open and close the supervisor, as anyio requires."""
 
     def __init__(self) -> None:
         self._group: TaskGroup | None = None  # while the supervisor is open
@@ -47,12 +47,12 @@ class Supervisor:
         suppressed: bool | None = None
         group_error: BaseException | None = None
         try:
-            suppressed = await self._group.__aexit__(kind, error, trace)  # type: ignore[arg-type]  # all three are None, or none is
+            suppressed = await self._group.__aexit__(kind, error, trace)  # type: ignore[arg-type]  # `trace` is typed `object`
         except BaseException as exc:
             group_error = exc
         finally:
             self._group = None
-        # Raised outside of the handler: inside, the exception would get the group that contains it as its context.
+        # Raised outside of the handler: inside, the exception group would become the context of an exception that it contains.
         if self._failures:
             raise _with_later_errors(self._failures)
         if group_error is not None:
@@ -115,8 +115,8 @@ class Supervisor:
 
 
 def spawn(group: TaskGroup, name: str, work: Callable[[Unpack[Args]], Awaitable[object]], *args: *Args) -> None:
-    """Run `work(*args)` as a task of `group`. If neither the group nor a scope around the group cancels the task, but other code
-    does, the task raises LifecycleError. A bare task group would treat such a cancellation as an ordinary end."""
+    """Run `work(*args)` as a task of `group`. If a cancellation comes neither from the group nor from a scope around the group, the
+    task raises LifecycleError. A bare task group would treat such a cancellation as an ordinary end."""
 
     async def run() -> None:
         try:
@@ -139,13 +139,13 @@ async def plain_task_group() -> AsyncIterator[TaskGroup]:
             yield tasks
     except BaseExceptionGroup as group:
         failure = _with_later_errors(leaves(group) or [group])
-    # Raised outside of the handler: inside, the exception group would become its context.
+    # Raised outside of the handler: inside, the exception group would become the context of `failure`.
     if failure is not None:
         raise failure
 
 
 def _with_later_errors(failures: list[BaseException]) -> BaseException:
-    """The first failure, with a note for each different later failure. Empties the list, which the failure's traceback holds."""
+    """The first failure, with a note for each different later failure. Empties the list, to avoid a reference cycle."""
     first, *others = failures
     noted = {_line(first)}
     for other in others:
@@ -162,7 +162,7 @@ def _line(error: BaseException) -> str:
 
 
 def _is_closed_edge(error: BaseException) -> bool:
-    """Whether the error only says that the other end of a queue is closed. An error with a message says more."""
+    """Whether the error only says that an end of a queue is closed. An error with a message says more."""
     return isinstance(error, (anyio.BrokenResourceError, anyio.ClosedResourceError)) and not str(error)
 
 

@@ -1,11 +1,11 @@
 """The watchdog is an OS thread that ends a run without progress, and names the task or closure that blocks the run.
 
-A blocked event loop or lane (the thread that owns a device) does not block this thread. The watchdog raises an alarm when
+A blocked event loop or lane (the thread that owns a device) does not block the watchdog, which raises an alarm when
 
   * the loop has not answered a ping for `loop_timeout_s`; the alarm names the frame that blocks the loop
   * one closure has run on a lane for `lane_timeout_s`; the alarm names the closure and its frame
-  * no counter of the current `ProgressLimit` has changed for `limit_s`; the alarm names the cause and lists the waits
-  * an ordered shutdown (`shutdown_deadline`) has not ended within `abort_grace_s`
+  * no counter of the current `ProgressLimit` has changed for `limit_s`; the alarm names the cause
+  * a requested shutdown (`shutdown_deadline`) has not ended within `abort_grace_s`
 
 At an alarm the watchdog prints a dump to stderr and asks the run to end (`on_stall`, called on the loop). If the run does not close
 the watchdog within `abort_grace_s`, the watchdog ends the process, with exit code 4, or 12 if a rank was lost. With
@@ -14,7 +14,7 @@ the watchdog within `abort_grace_s`, the watchdog ends the process, with exit co
 A closure that holds the GIL, such as a runaway regular expression, stops the watchdog's thread too. With `hard_exit` a second
 process handles that case (`sentry.py`): it sends SIGABRT, and `faulthandler` prints all stacks.
 
-All times leave out suspensions (`awake.py`). All threads start when the watchdog opens: the system may refuse threads later.
+Suspended time does not count (`awake.py`). All threads start when the watchdog opens: the system may refuse threads later.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _TICK_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ProgressLimit:
-    """How long the run may go on without progress now. Progress means that any of `counters` changes.
+    """The time that the run may currently spend without progress. Progress means that any of `counters` changes.
 
-    sentence: the alarm's first words, such as "nothing was generated". cause: returns what blocks the run; if it returns None, the
-    alarm names a recorded wait. remote_cause: returns what this rank needs from another rank, or None.
+    sentence: the alarm's first words, such as "nothing was generated". cause: returns what blocks the run; None: the alarm
+    names a recorded wait. remote_cause: returns what this rank needs from another rank, or None.
     """
 
     counters: tuple[Any, ...]
@@ -64,14 +64,14 @@ class ProgressLimit:
 
 
 class Watchdog:
-    """Use `async with Watchdog(...)` on the loop to be watched. Closing stops the watchdog, and a countdown of `abort_grace_s`.
+    """Use `async with Watchdog(...)` on the loop to be watched. Closing stops the watchdog, even in a countdown of `abort_grace_s`.
 
-    Open the watchdog before the lanes and the supervisor, and close it after them. Otherwise nothing ends a supervisor whose exit
-    waits for a blocked closure. Lanes need not be open yet when they are passed in.
+    Open the watchdog before the lanes and the supervisor, and close it after them. In another order nothing ends a supervisor whose
+    exit waits for a blocked closure. Lanes need not be open yet when they are passed in.
 
     config: intervals and timeouts in seconds (section `watchdog` of the configuration).
     progress_limit: returns the limit that holds now, or None while no progress is expected (an idle embedded run). Runs on the
-        watchdog's thread and may only read, like `details` and `silent_ranks`.
+        watchdog's thread, like `silent_ranks`. `details` run on the thread that prints the dump. All three may only read.
     on_stall: called on the loop with the error that should end the run, and again if an embedded run does not end in time.
     details: functions that return sentences for the dump, such as a ledger's `describe`.
     silent_ranks: called with True, returns sentences that say why the run cannot go on without a lost rank; the first becomes the
@@ -164,7 +164,7 @@ class Watchdog:
         self._resources.close()
 
     def shutdown_deadline(self, reason: str) -> None:
-        """Start the countdown of an ordered shutdown: `close` must follow within `abort_grace_s`. Later calls do nothing."""
+        """Start the countdown of a requested shutdown: `close` must follow within `abort_grace_s`. Later calls do nothing."""
         self._start_countdown(reason, StallError.exit_code)
 
     def _start_countdown(self, reason: str, exit_code: int) -> None:
@@ -295,7 +295,7 @@ class Watchdog:
                 role = " (event loop)" if ident == self._loop_thread else ""
                 yield f"thread {names.get(ident, '?')!r}{role}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
 
-        # Each part is printed by itself, so that it is out even if a later part fails.
+        # Each part is printed by itself, so that a part that fails does not hide the parts before it.
         print(f"\n=== asyncrl watchdog: {headline} ===", file=sys.stderr, flush=True)
         sections: dict[str, Callable[[], Iterator[str]]] = {
             "waits": waits,

@@ -1,6 +1,6 @@
 """Checks that the chosen loss, advantage and terms fit each other and the rest of the configuration.
 
-Every complaint names the value, the reason and a remedy. A rule about a single method is declared by that method, in `algorithms/`.
+Every message names the value, the reason and a remedy. A rule about a single method is declared by that method, in `algorithms/`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _check_on_policy(algorithm: AlgorithmConfig, loss: LossMethod) -> Iterator[s
             f"use loss={loss.on_policy_is}, which has the same gradient at ratio 1, or leave force_on_policy out"
         )
     elif loss.section == "clip":
-        # A value that equals the default, or the value derived from the defaults, counts as not chosen by the user.
+        # A value counts as not chosen by the user if it equals the default or the value that is derived from the defaults.
         derived = type(loss)().derived()
         for setting in loss.settings():
             if (value := getattr(loss, setting.name)) not in (setting.default, derived.get(setting.name)):

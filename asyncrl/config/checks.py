@@ -20,12 +20,12 @@ from .methods import SETTINGS
 from .schema import Config
 from .text import one_line
 
-# Keys of the door: characters that need no escape in a URL, and at least 16, so that nobody can guess a key.
+# `door.http_key` has at least 16 characters, so that nobody can guess the key. The characters need no escape in a URL.
 _KEY = re.compile(r"[A-Za-z0-9._~-]{16,256}")
 
 
 class Switch(NamedTuple):
-    """When the settings of a section have an effect. Setting one while the section is off is an error."""
+    """When the settings of a section have an effect. A changed setting of a section that is off is an error."""
 
     # Error text: why the section has no effect, and a remedy.
     off_message: str
@@ -117,7 +117,7 @@ def _check_unread(config: Config, embedding: bool) -> Iterator[str]:
 
 
 def _unread_reason(config: Config, name: str, changed: Collection[str], embedding: bool) -> str | None:
-    """Why this setting has no effect, and a remedy. None if no rule here says so. `changed`: names of all changed settings."""
+    """Why this setting has no effect, and a remedy. None if no rule here applies. `changed`: names of all changed settings."""
     section, _, key = name.rpartition(".")
     switch, algorithm = SWITCHED.get(section), config.algorithm
     if switch is not None:
@@ -278,7 +278,7 @@ def _check_algorithm(config: Config) -> Iterator[str]:
             "rollout.filter.dynamic_sampling is true but rollout.group_size is 1: one member never differs, so each group would be "
             "dropped; leave dynamic_sampling out"
         )
-    # With several updates per batch, training waits for the whole batch.
+    # With several optimizer steps per batch, training waits for the whole batch.
     streaming = bool(rollout.streaming) and algorithm.updates_per_batch * algorithm.minibatches == 1
     yield from check_losses(config, streaming)
     if algorithm.credit == "discounted" and advantage_named(algorithm.advantage).needs_whole_step:
@@ -321,7 +321,6 @@ def _check_parts(config: Config) -> Iterator[str]:
         yield (
             "algorithm.router_replay is true but engine.kind or train.kind is dry_run, which has no experts; leave it out"
         )
-    # models/reward_model.py checks the number of outputs, when it loads the model.
     if config.reward.model and config.train.kind == "dry_run":
         yield (
             f"reward.model is {config.reward.model[0].path} but train.kind is dry_run, which has no device to score on; leave "
@@ -373,7 +372,7 @@ def _check_run(config: Config, own_environment: bool, own_rewards: bool) -> Iter
             "reward.judge has url policy, and rollout.max_context is not set: the judge reads the prompt, the answer and about 300 "
             "tokens of instructions, which are more than the policy's own context; set rollout.max_context"
         )
-    # Producers may send long rows of agents, and a judge that asks the policy needs a longer context.
+    # `max_context` has an effect if producers send long rows of agents, or if a judge asks the policy.
     limits = ["max_turns", "tool_timeout_s", "tool_max_chars"]
     limits += [] if config.door.ring is not None or asks_policy else ["max_context"]
     for name in limits if asks_once else ():
@@ -471,7 +470,7 @@ def _check_door(config: Config) -> Iterator[str]:
 
 
 def _check_distributed(config: Config) -> Iterator[str]:
-    """Checks `distributed.sharding`. When a model is loaded, training/sharded.py also refuses one with a module for each expert."""
+    """Checks `distributed.sharding`. training/sharded.py also refuses a model that has a module for each expert."""
     if config.distributed.sharding != "fsdp":
         return
     prefix = "distributed.sharding is fsdp and "
@@ -486,7 +485,7 @@ def _check_distributed(config: Config) -> Iterator[str]:
 
 
 def _has_roles(config: Config) -> bool:
-    """Whether some rank only trains, only generates or shares sequences, or a node may join. Then all engines run in workers."""
+    """Whether a rank only trains or only generates, ranks share sequences, or a node may join. Then all engines run in workers."""
     if config.distributed.listen is not None or config.distributed.context > 1:
         return True
     train, generate = config.distributed.roles.train, config.distributed.roles.generate

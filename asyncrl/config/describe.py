@@ -70,7 +70,7 @@ def help_text() -> str:
 
 
 def _heading(section: str) -> list[str]:
-    """No line or one line in brackets: when the settings of the section are refused, or what the term of the section does."""
+    """At most one line, in brackets. It says when the settings of the section are refused, or what the term of the section does."""
     if section in SWITCHED:
         return [f"[{section}: refused if {SWITCHED[section].off_message.partition(';')[0]}]"]
     description = about(section.removeprefix("algorithm."))

@@ -23,7 +23,7 @@ _WORDS = {
     "object": "a mapping",
 }
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-# Text of errors about ways to split an engine that do not exist here, such as `pipeline_parallel_size`.
+# Error text for a setting such as `pipeline_parallel_size`, which splits an engine in a way that does not exist here.
 SPLIT_ENGINE_MESSAGE = (
     "an engine cannot be split by pipeline, expert or data parallelism of vLLM; to use more devices, set "
     "generation.tensor_parallel, or generation.workers and generation.devices, or start more ranks"
@@ -87,7 +87,7 @@ _FOREIGN_NAMES: Mapping[str, str] = {
     "engine.kv_positions": "gpu_memory_utilization vllm_gpu_memory_utilization",
 }
 OTHER_NAMES: Mapping[str, str] = {name: setting for setting, names in _FOREIGN_NAMES.items() for name in names.split()}
-# `difflib` ratio from which on a name is suggested.
+# The lowest `difflib` ratio at which a name is suggested.
 _MIN_SIMILARITY = 0.75
 
 

@@ -18,8 +18,8 @@ _CACHED_S = 30.0  # a success or failure is cached for at most this long
 
 
 def require_hub(source: str, setting: str) -> None:
-    """Refuses a `source` that cannot be loaded: it is no directory, and either no id of a model, or the hub does not answer and the
-    model was not downloaded before. Does not ask whether the hub has the model. Blocks like `hub_error`.
+    """Refuses a `source` that is neither a directory nor a valid id of a model. If the hub does not answer or HF_HUB_OFFLINE is
+    set, also refuses a model that was not downloaded before. Does not ask whether the hub has the model. Blocks like `hub_error`.
 
     Errors: ConfigError that names `setting` and the reason.
     """
@@ -44,8 +44,8 @@ def require_hub(source: str, setting: str) -> None:
 
 
 def hub_error(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """An error message if the hub does not answer and `name` was not downloaded before, else None. If HF_HUB_OFFLINE is set, None
-    without a request. Blocks for up to 5 s until a connection is made, and for up to 5 s until the answer."""
+    """None, or an error message if the hub does not answer and `name` was not downloaded before. If HF_HUB_OFFLINE is set, makes
+    no request and returns None. Blocks for up to 5 s until a connection is made, and for up to 5 s until the answer."""
     from huggingface_hub import constants
 
     endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT

@@ -63,7 +63,7 @@ def check_address(address: str) -> None:
     if not place.endswith(".py"):
         return
     path, outer_name = Path(os.path.expanduser(place)), name.partition(".")[0]
-    # Unlike `Path.is_file`, False for a name that is too long.
+    # For a name that is too long, `os.path.isfile` is False, but `Path.is_file` may raise.
     if not os.path.isfile(path):
         raise ConfigError(f"there is no file {place} (of {address!r}; looked from {Path.cwd()})")
     with warnings.catch_warnings(), user_code(lambda error: ConfigError(f"cannot load {address!r}: {raised(error)}")):
@@ -103,8 +103,8 @@ def raised(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The last line that ran in a file of the user, or else in an installed package: ` (/home/me/rows.py:12 in rows)`. Empty if the
-    error has passed through neither."""
+    """The last line that ran in a file of the user: ` (/home/me/rows.py:12 in rows)`. If the error has passed through no such file:
+    the last line that ran in an installed package or the standard library. Empty if the error has passed through neither."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_machinery(frame.filename)]
@@ -156,7 +156,7 @@ def _load_file(address: str, place: str) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """The name by which the file was imported, else its stem if `import` finds the file by its stem, else a generated name."""
+    """The first of these that applies: the name by which the file was imported; its stem, if `import STEM` finds it; a new name."""
     known = getattr(sys.modules.get(_names.get(path, "")), "__spec__", None)
     if known is not None and known.origin == str(path):
         return _names[path]
@@ -198,6 +198,6 @@ def _load_module(address: str, place: str) -> ModuleType:
 
 
 def _append_to_path(folder: str) -> None:
-    """Appends the folder to `sys.path`, so that its files can be imported. At the end it hides no installed package."""
+    """Appends the folder to `sys.path` for imports of its files. At the end of the path the folder hides no installed package."""
     if folder not in sys.path:
         sys.path.append(folder)

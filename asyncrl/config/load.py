@@ -1,4 +1,4 @@
-"""Merges configuration files and overrides into one `Config`. A later file overrules earlier files, an override all files.
+"""Merges configuration files and overrides into one `Config`. A later file overrules earlier files. Overrides overrule files.
 
 Sections, and settings that are mappings, merge deeply. Other values are replaced. A setting in `PATHS` may name a file or directory
 in the folder of its YAML file. If such a path exists, the value becomes absolute. Any other value is not changed: it may be a hub
@@ -168,7 +168,7 @@ def _make_absolute(value: Any, name: str, folder: Path) -> Any:
     file, colon, attribute = value.rpartition(":")
     if not file.endswith(".py"):
         file, colon, attribute = value, "", ""
-    # A folder may have the name of a built-in loss, advantage or environment, whose own code is always `file.py:name`.
+    # Only `file.py:name` is a path of a loss, advantage or environment. Another value is a name, even if a folder has that name.
     if not colon and name.startswith(("algorithm.", "rollout.")):
         return value
     path = folder / (expand_home(file) or "")

@@ -22,7 +22,7 @@ from .section import SettingsSection, field
 
 # Dotted name -> setting, for the built-in methods.
 SETTINGS: Mapping[str, Setting] = {setting.dotted: setting for setting in registry.settings().values()}
-# Arguments of `build_loss` that are settings of `algorithm` itself, not of one of its sections: they choose the centre of the clip.
+# Arguments of `build_loss` that are settings of `algorithm` itself. They choose the old log-probs, on which the clip is centred.
 CENTRE = ("old_logprobs", "force_on_policy")
 
 
@@ -48,7 +48,7 @@ globals().update({section.__name__: section for section in SECTIONS.values()})
 
 def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type[Method] | None:
     """Loads and registers a loss or advantage of the user under its address. `kind`: "loss" or "advantage". Returns the class that
-    declares its settings, if any. `reserved`: names that the section of these settings must not have. Errors: ConfigError."""
+    declares its settings, or None. `reserved`: names that the section of these settings must not have. Errors: ConfigError."""
 
     def error_of(text: str) -> ConfigError:
         return ConfigError(f"algorithm.{kind} is {address!r}, {text}")

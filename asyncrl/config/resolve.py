@@ -1,7 +1,7 @@
 """`resolve` fills in presets and values derived from other settings, and checks the whole configuration. Pure and idempotent.
 
 preset   max_staleness  streaming   meaning
-sync     0              false       whole steps in prompt order, on CPUs bit-identical reruns
+sync     0              false       whole steps in prompt order; on CPUs reruns are bit-identical
 one_off  1              false       whole steps, generated one step ahead
 async    2              true        each group is trained as soon as it is complete
 """
@@ -34,9 +34,9 @@ PRESETS: dict[str, tuple[int, bool]] = {"sync": (0, False), "one_off": (1, False
 
 
 def turns_bound(config: Config) -> int:
-    """Largest age of a group in turns of the ledger: `max_staleness + (weight_sync_interval - 1)`.
+    """Largest age of a group in turns of the ledger (one per batch): `max_staleness + (weight_sync_interval - 1)`.
 
-    With weight_sync_interval = k an engine gets new weights every k steps, so its weights are up to k - 1 steps old.
+    With weight_sync_interval = k, an engine gets new weights every k steps, so its weights are up to k - 1 steps old.
     """
     return _max_staleness(config) + config.rollout.weight_sync_interval - 1
 
@@ -66,7 +66,7 @@ def last_version(config: Config, base: int = 0, rows: int | None = None) -> int 
 
 
 def prompts_of(epochs: float, rows: int) -> int:
-    """The number of prompts in `epochs` passes over `rows`. A product that rounding makes too large must not add a prompt."""
+    """The number of prompts in `epochs` passes over `rows` prompts. Without 1e-9 a rounding error could add a prompt."""
     return math.ceil(epochs * rows - 1e-9)
 
 
@@ -78,8 +78,8 @@ def row_limit(config: Config) -> int:
 def staleness_bound(config: Config) -> int:
     """Largest age, in policy versions, of a trained token: `u x turns_bound + (u - 1)` with u versions per batch.
 
-    A batch is one turn of the ledger and u versions. A token that was sampled k turns before its batch is trained is at most
-    u k versions old at the first update of the batch, and u - 1 versions older at the last update.
+    A batch is one turn of the ledger and u versions. If a token is sampled k turns before its batch, it is at most u k versions
+    old at the first update of the batch, and u - 1 versions older at the last update.
     """
     updates = versions_per_batch(config)
     return updates * turns_bound(config) + (updates - 1)
@@ -98,17 +98,17 @@ def resolve(
     """The configuration with presets and derived values filled in. Every contradiction is refused.
 
     `world_size`: trainer ranks. `generating`: ranks that generate; None: `world_size`. `embedding`: the program passes prompts and
-    rewards to the Runtime and decides when to end, so data, reward functions and a limit of steps may be missing. `submitted`: the
-    program submits finished groups. `own_environment`, `own_rewards`: the program passes an environment or reward functions.
+    rewards to the Runtime and decides when to end, so data, reward functions and a limit of steps may be missing. `submitted`: no
+    source of prompts is set. `own_environment`, `own_rewards`: the program passes an environment or reward functions.
     Errors: `ConfigError`, one line per contradiction.
     """
     staleness, streaming = PRESETS[config.preset]
     preset = {"rollout.max_staleness": staleness, "rollout.streaming": streaming}
-    # A dry run without data generates its own prompts: no group is submitted.
+    # `submitted` is true for every run without data. But a dry run without data makes its own prompts: no group is submitted.
     submits = submitted and config.train.kind == "torch"
     outside = submits or own_environment or config.door.ring is not None
     preset |= _overlong_limit(config, outside)
-    # On a GPU `runtime/memory.py` may have set this value from the GPU's memory. The longest row must fit into a microbatch.
+    # The longest row must fit into a microbatch. `complaints` refuses a set value that is too small.
     if "tokens_per_microbatch" not in config.train.model_fields_set:
         tokens = max(config.train.tokens_per_microbatch, row_limit(config))
         config = with_values(config, {"train.tokens_per_microbatch": tokens})

@@ -296,7 +296,7 @@ class TrainConfig(SettingsSection):
 
 class RolesConfig(SettingsSection):
     """Which ranks train and which generate; left out: every rank does both. With two counts the first ranks train and the others
-    generate. With two lists a rank may do both. Rank 0 must train. Unless every rank does both, all engines run in workers."""
+    generate. With two lists a rank may do both. Rank 0 must train. If not every rank does both, all engines run in workers."""
 
     train: int | tuple[int, ...] | None = field(None, "Number of ranks that only train, or the ranks that train.")
     generate: int | tuple[int, ...] | None = field(
@@ -421,7 +421,7 @@ class RunConfig(SettingsSection):
     @field_validator("name")
     @classmethod
     def _one_part(cls, name: str) -> str:
-        """Refuses an empty name (an unset variable), which would be the directory of all runs, and a path within another run."""
+        """Refuses a path and an empty name. An empty name (from an unset shell variable) would mean the directory of all runs."""
         if not name.strip() or name in (".", "..") or "/" in name or "\0" in name:
             raise ValueError(
                 "the name of one directory in run.dir, not empty and without a slash; set the parent in run.dir"

@@ -1,4 +1,4 @@
-"""The sections about training data: rewards, rollouts, groups of other processes, replay. Part of the schema (`schema.py`)."""
+"""Part of the schema (`schema.py`): rewards, groups from other processes, the endpoint for agents, rollouts, reroll and replay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RewardFunctionConfig(_ShortFormSection):
     name: str | None = field(None, "Name in metrics; default: the name of the function.")
     components: dict[str, float] = field(
         {},
-        "If the function returns a mapping for each completion: name -> weight, times `weight`, of each component `NAME/name`.",
+        "For a function that returns mappings: name in a mapping -> weight of the component `NAME/name`, times `weight`.",
     )
 
 

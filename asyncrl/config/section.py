@@ -44,7 +44,7 @@ class SettingsSection(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _normalise(cls, value: Any, info: ValidationInfo) -> Any:
-        """Accepts `ASYNC` and `one-off` for a choice, and a single item for a list. Refuses true and false for a number."""
+        """Accepts a choice in another spelling (`ASYNC`, `one-off`), and an item in place of a list. Refuses a bool as a number."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         types = (annotation, *get_args(annotation))
         inner = _inner_types(annotation)

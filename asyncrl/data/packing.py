@@ -8,21 +8,21 @@ alike, the history of branches. A shared token is forwarded once. Each inner nod
 not shared:
 
 * A node is not cut for less than `_MIN_CUT` tokens, except at the end of the prompt or of a row.
-* Rows of different groups do not share `_MAX_UNSHARED` or fewer tokens, unless TRL's trie of these rows would then be smaller.
+* Rows of different groups with at most `_MAX_UNSHARED` equal first tokens share these tokens only if, without this sharing, the
+  trie would be larger than TRL's.
 
 Even so, fewer tokens are forwarded than by TRL's `TreeRow` (trl/experimental/async_grpo/packing.py). That trie has one token more
-for each fork, and has the last token of each row. Here a text ends before its last scored token, because that token is only a
-target of the loss. A row without scored tokens has no packed tokens, but the microbatch counts its sequence for losses that divide
-by the number of sequences.
+for each fork, and has the last token of each row. Here a row ends before its last scored token, because that token is only a
+target of the loss. A row without scored tokens has no packed tokens, but counts as a sequence for losses divided by sequences.
 
-With recorded expert routes, rows share a token only if its routes are equal: other experts make other keys and values. Routes can
-differ if weights changed between two prefills, or if a member comes from an outside producer. The routes of the last prompt token
-are not compared, unless the prompt has only one token: members forward that token in batches of different sizes, and rounding alone
-may choose another expert. A shared token gets the routes of the first row that has the token.
+With recorded expert routes, rows share a token only if both have equal routes for the token: other experts make other keys and
+values. Routes can differ if weights changed between two prefills, or if a member comes from an outside producer. The routes of the
+last prompt token are compared only if the prompt has one token. Members forward the last prompt token in batches of different
+sizes, and rounding alone may choose another expert. A shared token gets the routes of the first row that has the token.
 
 Groups are packed in the given order, members with the most tokens first. A new microbatch is opened when the token budget is full.
-A row is never split, because some losses need all tokens of a sequence at once. A row that is longer than the budget gets a
-microbatch that only rows without further tokens join. Except with `bnpo`, the gradient does not depend on which rows share one.
+A row is never split, because some losses need all tokens of a sequence at once. A row longer than the budget gets its own
+microbatch, which further rows join only if they add no token. Except with `bnpo`, the gradient does not depend on the packing.
 
 Shapes: T packed tokens, S scored tokens, s scored tokens of one trajectory, G members of a group, L tokens of a trajectory.
 """
@@ -46,7 +46,7 @@ from .store import OLD, REFERENCE, TURN_ADVANTAGES, Column
 GroupColumns: TypeAlias = Mapping[str, Column]
 
 
-# At a fork a row forwards at most `_MIN_CUT - 1` equal tokens again. TRL's trie has two tokens more for each row with a fork.
+# At a fork a row forwards at most 2 equal tokens again (`_MIN_CUT - 1`). TRL's trie has 2 tokens more for each such row.
 _MIN_CUT = 3
 _MAX_UNSHARED = 32
 
@@ -195,7 +195,7 @@ def _parent(node: _Node) -> _Node:
 
 
 def _longest(node: _Node, trajectory: Trajectory, start: int, end: int) -> _Match:
-    """The path below `node` that has the most of the first tokens of [start, end) of a trajectory."""
+    """The longest path below `node` that equals the tokens of a trajectory from `start` on, to `end` at most."""
     tokens, best, inside, equal = 0, node, node.length, 0
     if start < end and node.children:
         for child in node.children.get(int(trajectory.tokens[start]), ()):
@@ -207,7 +207,7 @@ def _longest(node: _Node, trajectory: Trajectory, start: int, end: int) -> _Matc
             else:
                 matched, last, in_last, matched_equal = shared, child, shared, shared
             equal = max(equal, matched_equal)
-            # Even fewer than `_MIN_CUT` tokens are shared up to the end of the child, of the row or of the prompt.
+            # A match that ends at the end of the child, of the row or of the prompt may have fewer than `_MIN_CUT` tokens.
             always_shared = child.length, end - start, trajectory.prompt_length - child.depth
             if matched > tokens and (shared >= _MIN_CUT or shared in always_shared):
                 tokens, best, inside = matched, last, in_last
@@ -320,8 +320,8 @@ def _assemble(trie: _Trie) -> Microbatch:
             _set_source(source[cursor + segment.first : cursor + segment.last], row, segment, end)
         part, trajectory = slice(cursor, cursor + row.scored.size), row.trajectory
         if row.scored_slice is not None:
-            # A copy of a short slice does not release the GIL, but np.take does. A thread that trains may then keep the
-            # GIL for 5 ms, and the event loop, which runs on this thread, would wait.
+            # A copy of a short slice does not release the GIL. np.take releases the GIL, and then the training thread may keep
+            # the GIL for 5 ms. The event loop on this thread would wait.
             target[part] = trajectory.tokens[row.scored_slice]
             logprobs[part] = trajectory.logprobs[row.scored_slice]
             versions[part] = trajectory.versions[row.scored_slice]
@@ -359,8 +359,8 @@ def _set_source(part: npt.NDArray[np.int64], row: _PackedRow, segment: _Segment,
     """Set `part` to the packed indices of the tokens that predict the scored tokens of a segment, which ends with node `end`."""
     scored, node, remaining = row.scored[segment.first : segment.last], end, segment.last - segment.first
     while remaining:
-        # `start`: the index in the trajectory of the node's first token, as if the segment reached back to that token. `first`: the
-        # index in `scored` of the first token that a token of this node predicts.
+        # `start`: the index that the node's first token would have in the trajectory if the segment reached back to that token.
+        # `first`: the index in `scored` of the first token that a token of this node predicts.
         start = node.depth - segment.position + segment.start
         if row.scored_slice is not None:
             first = max(0, start + 1 - row.scored_slice.start - segment.first)

@@ -31,7 +31,7 @@ from .prompts_files import ListRows, PromptRows, Row, digest
 from .prompts_sources import IndexedRows
 from .tokenizing import NOTES, PromptEncoder, check_prompt, check_unicode, read_prompt
 
-# Group ids from this number on (modulo REROLLS) belong to groups of the program or of producers. Lower ids are of the stream.
+# If a group id modulo REROLLS is at least this number, a program or a producer submitted the group; see `is_prompt`.
 EMBEDDED_GROUPS = 1 << 40
 # Added to a group id for each new attempt. Larger than the id of every first attempt.
 REROLLS = 1 << 44
@@ -51,12 +51,12 @@ def attempt_of(group_id: int) -> int:
 
 
 def is_prompt(group_id: int) -> bool:
-    """Whether the group is made from a prompt of the stream, and not by a producer or the program."""
+    """Whether the group has a prompt of the stream. False: a program or a producer submitted the group."""
     return group_id % REROLLS < EMBEDDED_GROUPS
 
 
 def state_after(state: Mapping[str, Any], group_ids: Iterable[int]) -> dict[str, Any]:
-    """`state`, a `PromptSource.state_dict()`, changed as if `next()` had returned these groups' prompts. Keeps the counts."""
+    """`state`, a `PromptSource.state_dict()`, as if `next()` had returned these groups' prompts, but with unchanged counts."""
     used = set(group_ids)
     first_attempts = [group_id for group_id in used if group_id < EMBEDDED_GROUPS]
     return {
@@ -118,7 +118,7 @@ class PromptSource:
         self._row(0)
         # The first ordinal after `max_epochs`; None: no end.
         self._end = None if max_epochs is None else prompts_of(max_epochs, len(self._rows))
-        # Groups in flight belong to one epoch or two.
+        # Groups in flight belong to at most two epochs, so four cached orders are enough.
         self._order = lru_cache(maxsize=4)(partial(EpochOrder, len(self._rows), seed))
         self._position = rank  # the next ordinal
         self._requeued: list[int] = []  # group ids to hand out again, ascending
@@ -135,8 +135,8 @@ class PromptSource:
     def next(self) -> Prompt | None:
         """The next prompt: first the prompts of `requeue`, then new prompts. None after `max_epochs`.
 
-        Errors: `DataError` for a malformed row, for a row that is too long if `data.overlong` is `refuse`, and if as many
-        rows in succession are skipped as two epochs have.
+        Errors: `DataError` for a malformed row, for a row that is too long if `data.overlong` is `refuse`, and if
+        `2 * len(self)` rows in succession are skipped.
         """
         while self._requeued:
             prompt = self.prompt_for(self._requeued[0])

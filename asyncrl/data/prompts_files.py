@@ -1,7 +1,7 @@
 """Rows of training data in files (JSONL, CSV, parquet, a saved `datasets` directory), all as `PromptRows`.
 
-Arrow files are memory-mapped or held as one table, and one row is turned into Python objects at a time. A directory
-written by `datasets.Dataset.save_to_disk` is read with pyarrow alone, so `datasets` need not be installed.
+Parquet files are read into one Arrow table. Arrow files are memory-mapped. One row of a table at a time becomes Python objects. A
+directory written by `datasets.Dataset.save_to_disk` is read with pyarrow alone, so `datasets` need not be installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tokenizing import check_unicode, without_nulls
 Row: TypeAlias = Mapping[str, Any]
 
 ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet")
-# Of a file's name: the split at its beginning, or else everything before the number of a shard.
+# Matches the beginning of a file's name: the name of a split. If there is no split: everything before the number of a shard.
 _SPLIT = re.compile(r"(train|test|valid|val|dev|eval)[a-z]*(?![a-z])|(.+?)(?=-\d+-of-\d+$)", re.IGNORECASE)
 
 
@@ -102,7 +102,7 @@ def check_names(names: Sequence[str], source: str) -> None:
 
 
 def open_rows(file: str | os.PathLike[str]) -> PromptRows:
-    """Read a file, a directory or the shards of a name. The ending of a file decides its format.
+    """Read a file, a directory, or parquet shards (`parquet_shards`). The ending of a file decides its format.
 
     Errors: `DataError` that names the path, what was found and what is expected.
     """
@@ -147,7 +147,7 @@ def digest(rows: PromptRows, column: str) -> int:
 
 
 def _without_sets(value: Any) -> Any:
-    """The value with sorted lists in place of sets, but not of numbers: the order of a set of texts depends on PYTHONHASHSEED."""
+    """The value with sorted lists in place of sets, except sets of numbers. PYTHONHASHSEED changes the order of sets of strings."""
     if type(value) is dict:
         return {key: _without_sets(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -234,7 +234,7 @@ def _open_json(path: Path) -> PromptRows:
 
 
 def _read_json(data: bytes, source: str) -> Any:
-    """Parse with `json`, which keeps integers of any size: faster packages make floats of large ones. Errors: `DataError`."""
+    """Parse with `json`, which keeps integers of any size: faster packages make floats of large integers. Errors: `DataError`."""
     try:
         text = data.decode()
         value = _DECODER.decode(text)
@@ -266,7 +266,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object_of_pairs, parse_float=_num
 
 
 def _open_directory(path: Path) -> PromptRows:
-    """Reads a directory of parquet files, or of `Dataset.save_to_disk`, whose state.json names Arrow stream files."""
+    """Reads a directory of parquet files, or a directory of `Dataset.save_to_disk`, which has Arrow stream files and state.json."""
     import pyarrow as pa
 
     if (path / "dataset_dict.json").exists():

@@ -49,7 +49,7 @@ class IndexedRows:
         self.source = source
         self._data = data
         self._is_gym = callable(getattr(data, "score_answer", None))
-        # False: user code may generate a row at each access, which is slow.
+        # Whether `data` is of the package `datasets`. If not, user code may generate a row at each access, which is slow.
         self.is_data_set = type(data).__module__.partition(".")[0] == "datasets"
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class IndexedRows:
 
 
 def kind_of(source: str) -> Literal["file", "hub", "code"]:
-    """The kind of source that a value of `data.train` names. A path to nothing is a `file`, too. Opens nothing."""
+    """The kind of source that a value of `data.train` names. A path that does not exist is a `file`, too. Opens no file."""
     module, colon, _ = source.rpartition(":")
     first_folder, _, _ = source.partition("/")
     if is_local(source) or (not colon and (os.path.isdir(first_folder) or Path(source).suffix.lower() in ENDINGS)):
@@ -174,7 +174,7 @@ def _call_user(call: Callable[[], T], source: str) -> T:
 
 
 def require_data_hub(source: str) -> None:
-    """Errors: `DataError` if `datasets` is missing, or the hub cannot be reached and no copy is cached. Blocks like `hub_error`."""
+    """Errors: `DataError` if `datasets` is missing, or if the hub is unreachable and no copy is cached. Blocks like `hub_error`."""
     name = source.split(":")[0]
     prefix = _NO_FILE_MESSAGE.format(name, Path.cwd())
     if not installed("datasets"):

@@ -1,18 +1,18 @@
 """The replay buffer keeps groups with a strong learning signal, to replace groups without a signal in later steps.
 
-    priority of a group = (sum of |advantage| over the members) x (sum of std over the members, over the reward components)
+    priority of a group = (sum of |advantage| over the members) x (sum over the reward components of the std over the members)
 
 Guarantees
 * A group of priority 0 is not stored. The buffer holds at most `max_groups` groups. A full buffer replaces its group of the
   lowest priority, and only by a group of a higher priority.
 * `draw` returns a group with the tokens, log-probs and versions of its sampling. The trainer computes old log-probs and importance
   ratios of a replayed group anew.
-* `draw` removes groups with a token that is more than `max_age` versions old. If no version is known, it is -1 here.
+* `draw` removes groups with a trained token that is more than `max_age` versions old. An unknown version counts as -1.
 * A draw depends only on its arguments, the seed and the groups in the buffer. So a resumed run draws the same groups.
 
 Texts and columns of a group are not kept, because training does not need them.
-Call the methods on the thread of the event loop; none awaits. The function `encode` is slow: call it on another thread. `load` is
-slow, too, and may run on another thread before all other methods.
+Call the methods on the thread of the event loop. No method awaits. The function `encode` is slow: call it on another thread.
+`load` is slow, too: it may run on another thread, before the first call of any other method.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BufferedGroup:
 
 
 def priority(group: Group, advantages: npt.ArrayLike) -> float:
-    """The priority by the formula above. The std of a component is unbiased, over the members that have the component."""
+    """The priority by the formula above. The std of a component is over the members that have it, with Bessel's correction."""
     total = float(np.abs(np.asarray(advantages, dtype=np.float64)).sum())
     names = {name for t in group.trajectories for name in t.components}
     columns = [[t.components.get(name) for t in group.trajectories] for name in sorted(names)]
@@ -111,10 +111,10 @@ class ReplayBuffer:
         return tuple(self._stored.values())
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Set the content to the result of `encode`. A smaller buffer keeps the highest priorities. Errors: DataError."""
+        """Set the content to the result of `encode`. A smaller buffer keeps the groups of highest priority. Errors: DataError."""
         stored = decode(state)
         strongest = sorted(range(len(stored)), key=lambda index: -stored[index].priority)[: self._max_groups]
-        # In the saved order again, so that the oldest group is first.
+        # In the saved order again, so that the group that was stored first is first.
         self._stored = {stored[index].group.group_id: stored[index] for index in sorted(strongest)}
 
 

@@ -36,7 +36,7 @@ TOMBSTONES = 65_536
 
 
 class GroupKey(NamedTuple):
-    """`epoch`: a number for each start of a producer, which may use its group ids again. 0: the group is of this process."""
+    """Each start of a producer has a new `epoch`, because the producer may reuse group ids. Epoch 0: a group of this process."""
 
     epoch: int
     group_id: int
@@ -107,7 +107,8 @@ class Stash(Generic[C]):
         """max_groups: limit of waiting groups. A trajectory of a further group is refused.
 
         timeout_s: seconds on `clock` from the first trajectory of a group to its timeout. on_timeout: `drop` ends the group as
-        TIMEOUT. `partial` ends a group with `MIN_PARTIAL` members as PARTIAL, others as TIMEOUT. `error` raises StallError.
+        TIMEOUT. `partial` ends a group as PARTIAL if at least `MIN_PARTIAL` members are present, as TIMEOUT if fewer are present.
+        `error` raises StallError.
         """
         self._max_groups, self._clock = max_groups, clock
         self._timeout, self._on_timeout = timeout_s, on_timeout
@@ -119,9 +120,9 @@ class Stash(Generic[C]):
     def add(
         self, trajectory: Trajectory, context: C, *, lease: Any = None, epoch: int = 0, group: int | None = None
     ) -> Status | StashedGroup[C]:
-        """Add one trajectory. Returns its group if the trajectory makes the group whole, or ends the group as STALE; else a Status.
+        """Add one trajectory. Returns a Status if its group goes on or had ended. Returns the group if this trajectory ends it.
 
-        `group`: the producer's id of the group, if `trajectory.group_id` is another id. The `StashedGroup` returns `lease`. With
+        `group`: the producer's id of the group, if `trajectory.group_id` is another id. `lease`: for `StashedGroup.leases`. With
         DUPLICATE or LATE, or after an error, the caller must release `lease`.
         Errors: StashRefused if the trajectory contradicts its group, or belongs to a group beyond `max_groups`.
         """
@@ -178,7 +179,6 @@ class Stash(Generic[C]):
     async def wait_expired(self) -> list[StashedGroup[C]]:
         """Wait until `expire()` ends a group. `clock` must run at the speed of real time. Errors: StallError."""
         while True:
-            # Read before `expire()`, so that no new group after that call is missed.
             new_group = self._new_group
             if expired := self.expire():
                 return expired
@@ -191,7 +191,7 @@ class Stash(Generic[C]):
     def evict_stale(self, version: int, max_staleness: int) -> list[StashedGroup[C]]:
         """End the groups with a token older than `version - max_staleness`. From now on `add` ends a group with such a token, too.
 
-        Tokens of future versions are never too old, nor are trajectories without a sampled token or with one of unknown version.
+        Tokens of future or unknown versions are never too old.
         """
         self._oldest_allowed = max(self._oldest_allowed, version - max_staleness)
         waiting = self._waiting.items()

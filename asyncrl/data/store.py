@@ -40,11 +40,11 @@ TOKEN_DTYPES = {
 }
 # Arrays that a trajectory may lack. They need not have the shape of `tokens`.
 OPTIONAL = ("routed_experts", "branches", "turns")
-# Names of columns. Shapes: G members of the group, s scored tokens of a member.
-# [G] float or None: final rewards.
+# Names of columns. Shapes: G members of the group, s scored tokens of a member, t replies of a member.
+# [G] final rewards, each a float or None.
 REWARDS = "rewards"
 ADVANTAGES = "advantages"  # [G] float64
-# G arrays [t] float64: with `algorithm.credit: discounted` the advantage of each reply. `ADVANTAGES` then holds their means.
+# G arrays [t] float64: with `algorithm.credit: discounted` the advantage of each reply. `ADVANTAGES` then holds each member's mean.
 TURN_ADVANTAGES = "turn_advantages"
 # G arrays [s] float32: log-probs of the scored tokens under the reference model.
 REFERENCE = "reference_logprobs"
@@ -94,7 +94,7 @@ class Store:
         self._row_count = 0
 
     def close(self) -> None:
-        """Remove all rows without a release of their leases, so that no view of shared memory is left."""
+        """Remove all rows, so that no view of shared memory is left. Their leases are not released."""
         self._stored.clear()
         self._ready.clear()
         self._count(-self._row_count)
@@ -114,7 +114,7 @@ class Store:
     def score(self, group: Group) -> None:
         """Replace a stored group by `group`, the same group with final rewards and components.
 
-        Arrays are copied unless they are the stored arrays: a user's code may have made them, and may keep and change them.
+        If an array of a member is not the stored array, the member's arrays are copied: user code may change that array later.
         Errors: KeyError for a group that is not stored, DataError for another number of members.
         """
         rows = self.rows(group.group_id)

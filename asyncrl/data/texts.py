@@ -48,7 +48,7 @@ class Turn:
 
     @classmethod
     def of(cls, tokenizer: Any, arguments: Mapping[str, Any]) -> Turn:
-        """The texts around a probe answer in a rendered conversation. `arguments`: of the template, besides the messages."""
+        """The texts around a probe answer in a rendered conversation. `arguments`: the template's arguments, besides messages."""
         if getattr(tokenizer, "chat_template", None) is None:
             return cls()
 
@@ -59,7 +59,7 @@ class Turn:
             options = {"add_generation_prompt": generation_prompt, **arguments}
             return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
-        # Some templates print only text, others only lists of parts.
+        # Some templates render only contents that are strings, others only contents that are lists of parts.
         for parts in (False, True):
             try:
                 bare = render(_QUESTION, parts=parts)
@@ -85,8 +85,8 @@ def _after_question(text: str, bare: str) -> str:
 class CompletionText:
     """Makes the text of a completion for rewards, rollouts and `Runtime.generate`. The options are those of `reward.text`.
 
-    By default the text has all sampled ids except a special token that ended the completion. The metrics `text/*` count other
-    tokens and openings that the text lacks.
+    By default the text is decoded from all sampled ids except a special token that ended the completion. The metrics `text/*` count
+    what else the text lacks: stops (tokens and strings), special tokens and openings.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class CompletionText:
         return opening + text if self._keeps_opening else text
 
     def generation_prompt(self, prompt_ids: Int32Array) -> str:
-        """The end of the prompt, from the last `Turn.head` on, including a begun answer. Empty if the prompt has no head."""
+        """The end of the prompt, from the last `Turn.head` on, with the opening of the answer. Empty if the prompt has no head."""
         return self._cached_generation_prompt(prompt_ids[-_TAIL_TOKENS:].tobytes())
 
     def opening(self, prompt_ids: Int32Array) -> str:
-        """The part of `generation_prompt` after the head: the begun answer, such as <think>."""
+        """The part of `generation_prompt` after the head: the opening of the answer, such as <think>."""
         return self.generation_prompt(prompt_ids).removeprefix(self.turn.head)
 
     def _find_generation_prompt(self, ids: bytes) -> str:
@@ -178,8 +178,8 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def notes(config: Config, tokenizer: Any, ends: Collection[int]) -> tuple[list[str], list[str]]:
-    """Warnings for the start of a run: (completions may have no end, the text for rewards lacks something). `ends`: ids that end
-    a completion."""
+    """Two lists of warnings for the start of a run: completions may have no end; the text for rewards lacks something. `ends`: ids
+    that end a completion."""
     rollout, turn = config.rollout, Turn.of(tokenizer, config.data.chat_template_kwargs)
     endless, missing = [], []
     fix = "set rollout.stop_token_ids, or eos_token_id in the model's generation_config"

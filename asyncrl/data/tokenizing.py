@@ -135,7 +135,7 @@ class PromptEncoder:
         return np.asarray(ids, dtype=np.int32)
 
     def _is_plain(self, prompt: str) -> bool:
-        """Whether to tokenize the text without the template. Otherwise the text is a user's message. If the text was rendered
+        """Whether to tokenize the text without the template. False: the text is a user's message. If the text was rendered
         before, `notes` counts it. Errors: `DataError` for settings that need a template."""
         config = self.config
         if config.template == "chat" and not self._has_template:
@@ -179,10 +179,10 @@ class PromptEncoder:
         return getattr(self._tokenizer, "bos_token", None) or ""
 
     def _encode_raw(self, text: str) -> list[int]:
-        """Token ids of a text that is rendered already or needs no template, without EOS. A text without BOS gets BOS: a rendered
-        text if the template writes BOS, any other text if the tokenizer adds BOS."""
+        """Token ids, without EOS, of a text that is rendered already or needs no template. A missing BOS is added: to a rendered
+        text if the template writes BOS, to any other text if the tokenizer adds BOS."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        # With a template, and unless data.template is raw, only rendered texts come here.
+        # If there is a template, and data.template is not raw, only rendered texts come here.
         if self.config.template != "raw" and self._has_template:
             lacks_bos = self._bos in self._openings and not text.lstrip().startswith(self._bos)
             return [self._tokenizer.bos_token_id, *ids] if lacks_bos else ids
@@ -197,7 +197,7 @@ class PromptEncoder:
         return full[: starts[0]] if starts else []
 
     def messages(self, prompt: str | Messages) -> Messages:
-        """The messages for the template: `data.system_prompt`, unless the prompt begins with a system message, and the prompt."""
+        """The messages of the prompt, for the template. If the first is no system message, `data.system_prompt` comes before it."""
         config = self.config
         if isinstance(prompt, str):
             messages: Messages = [{"role": "user", "content": prompt}]
@@ -258,7 +258,7 @@ class PromptEncoder:
             if schemas is None or "tools" not in self._words:
                 self.notes["tools"] += 1
             else:
-                # Some templates write an introduction of tools for an empty list, but not without the argument.
+                # For an empty list some templates write an introduction of tools. Without the argument they do not.
                 arguments.pop("tools", None)
                 arguments |= {"tools": schemas} if schemas else {}
         return arguments
@@ -305,7 +305,7 @@ class PromptEncoder:
         return self._render_calls(messages, arguments)
 
     def _hide(self, text: str, user: bool) -> str:
-        """The text with numbers in place of control tokens. `user`: False for text of the assistant, else True."""
+        """The text with numbers in place of control tokens. `user`: False for text of the assistant, True for other text."""
 
         def number(match: re.Match[str]) -> str:
             return f"{_OPEN}{self._hidden.setdefault(match[0], len(self._hidden))}{_CLOSE}"
@@ -365,7 +365,7 @@ def check_unicode(value: Any, source: str) -> None:
 
 
 def check_prompt(prompt: Any) -> None:
-    """Errors: `DataError` unless `prompt` is a string or a list of {"role": ..., "content": ...}, and is not empty."""
+    """Errors: `DataError` if `prompt` is empty, or is neither a string nor a list of {"role": ..., "content": ...}."""
     if isinstance(prompt, str):
         if not prompt:
             raise DataError("the prompt is an empty string; expected a text")
@@ -430,7 +430,7 @@ def map_call_arguments(message: Mapping[str, Any], change: Callable[[Any], Any])
 
 
 def decode_mapping(value: Any) -> Any:
-    """A JSON text of a mapping as the mapping; any other value unchanged."""
+    """Decode a JSON text of a mapping. Any other value is returned unchanged."""
     mapping = _json_or_none(value) if isinstance(value, str) else None
     return mapping if isinstance(mapping, dict) else value
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ..errors import LifecycleError, RankLost
 
 # Timeout of a collective and of a call of torch's store. torch counts seconds in which the job was suspended, so a short timeout
-# would end a run that was only suspended. The watchdog and the line end a run that hangs.
+# would end a run that was only suspended. The watchdog and the line (line.py) end a run that hangs.
 NO_TIMEOUT = timedelta(days=30)
 # Time between two checks of `LostRank.reason` while gloo waits. Gloo itself wakes the lane at the end of a collective.
 _CHECK_EVERY = timedelta(seconds=0.1)
@@ -152,7 +152,7 @@ class Collectives:
         return received
 
     def _has_other_ranks(self) -> bool:
-        """Whether a collective is needed. Errors: LifecycleError if one is needed, but the world is not open."""
+        """Whether a collective is needed. Errors: LifecycleError if a collective is needed, but the world is not open."""
         if self.world_size == 1:
             return False
         if not self.is_open:

@@ -1,9 +1,9 @@
-"""The lines (TCP connections, `line.py`) from generating ranks to training ranks. Every other rank also has a line to rank 0.
+"""The lines (TCP connections, `line.py`) from generating to training ranks. Every rank except rank 0 also has a line to rank 0.
 
-training rank    opens a LineServer and announces its address to rank 0; only rank 0 has a server already, known to all ranks
+training rank    opens a LineServer and announces its address to rank 0. All ranks know the address of rank 0's own server
 generating rank  asks rank 0 for the address of a training rank when it first sends to that rank
 
-Rank 0 keeps the addresses in a `KeyValues`. Process groups that send weights meet in another `KeyValues`, by a `LineStore`.
+Rank 0 keeps the addresses in a `KeyValues`. Process groups that send weights use a second `KeyValues`, through a `LineStore`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KeyValues:
 
 
 class LineStore(dist.Store):
-    """A `KeyValues` as a store of torch, for process groups. The methods block: never call them on the thread of the event loop."""
+    """A `torch.distributed.Store` of the values in a `KeyValues`. The methods block: never call them on the event loop's thread."""
 
     def __init__(self, call: Callable[[Any, Sequence[Buffer]], Coroutine[Any, Any, Answer]]) -> None:
         """`call(request, buffers)` returns the answer of `KeyValues.answer`. Construct the store on the event loop."""

@@ -43,7 +43,7 @@ def rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 class ShardedParameters:
-    """Owns the shards of a module's parameters, and changes the module in place. Use it on the lane.
+    """Owns the shards of a module's parameters, and changes the module in place. Use it only on the lane, the device's thread.
 
     `grad`: this rank's gradients, one buffer in the master dtype. `ranks`: the number of ranks that hold one copy of the model
     together. `rank`: the index of this rank among them. `replica`: the index of their copy.
@@ -67,7 +67,7 @@ class ShardedParameters:
         `frozen`: names of weights that are not trained. `collectives`: of the ranks that train. `shards`: number of ranks that hold
         one copy of the model, a divisor of the number of ranks; None: all. `keep`: see the table in the module docstring.
 
-        A collective. Errors: ValueError without a process group; a single rank needs one, too.
+        A collective. Errors: ValueError without a process group, even for a single rank.
         """
         self._collectives, group = collectives, collectives.group or dist.group.WORLD
         members = dist.get_process_group_ranks(group)
@@ -83,7 +83,7 @@ class ShardedParameters:
         self.device = device
         names = {id(parameter): name for name, (_, parameter) in zip(self.names, named, strict=True)}
         full_names = [name for name, _ in named]
-        # `named` keeps all full weights alive. Without it `_shard` frees the full weights of each block that it has sharded.
+        # `named` would keep all full weights alive. After this `del`, `_shard` frees the full weights of each block in turn.
         del named
         self._mesh = _mesh(group, torch.tensor(members).view(-1, self.ranks), device.type)
         self._parts = _shard(root, blocks, device, self._mesh, compute, names, collectives)
@@ -153,7 +153,7 @@ class ShardedParameters:
 
     def release(self) -> None:
         """Drop every reference to the process group; masters and gradients stay. Call it before this rank leaves its world. A group
-        with references keeps its connections open, and a rank that waits for this rank in a collective goes on waiting.
+        that has references keeps its connections open. Then a rank that waits for this rank in a collective goes on waiting.
 
         The names below are private to torch. If torch renames them, the connections close when this process ends.
         """
@@ -178,7 +178,7 @@ class ShardedParameters:
         return full[first:end]
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """Set the masters from whole tensors. With `keep` a collective. Errors: KeyError for a missing name, or another shape."""
+        """Set the masters from whole tensors. With `keep` a collective. Errors: KeyError for a missing name or a wrong shape."""
         for name, shape, master in zip(self.names, self.shapes, self._masters, strict=True):
             full = state[name]
             if tuple(full.shape) != shape:

@@ -74,7 +74,7 @@ class Entrance:
 
 async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -> JoinedRun:
     """Get a rank number from the run at `address`. Errors: RankLost if no run with this secret answers within `silence_s`;
-    ConfigError for another version of asyncrl; LifecycleError if the run is about to end."""
+    ConfigError for another version of asyncrl; LifecycleError if the run has trained its last step."""
     async with LineClient(address, secret, JOINING + secrets.token_hex(8), silence_s=silence_s) as line:
         node = {"asyncrl": __version__, "host": socket.gethostname(), "process": os.getpid()}
         fields, _ = await line.ask(JOIN, node)
@@ -95,7 +95,7 @@ def require_secret(why: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 async def listen_at(line: LineServer, setting: str) -> str:
-    """Open the line at `distributed.listen`. Returns HOST:PORT for `asyncrl join`. Errors: ConfigError if that fails."""
+    """Open the line at `distributed.listen`. Returns HOST:PORT for `asyncrl join`. Errors: ConfigError if rank 0 cannot listen."""
     host, _, port = setting.rpartition(":")
     try:
         [found, *_] = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
 """Ends this rank when its launcher, torchrun, ends.
 
-At a SIGTERM torchrun stops its ranks; but while it is still starting ranks, those that run already go on. At a SIGKILL all ranks go
-on. A rank that goes on would write to the run directory that the next start of the job needs.
+At a SIGTERM torchrun stops its ranks. If the SIGTERM comes while torchrun starts ranks, the started ranks go on. At a SIGKILL of
+torchrun all ranks go on. A rank that goes on would write to the run directory that the next start of the job needs.
 
     the launcher ends after `tie_to_launcher`     ->  the kernel sends this rank SIGTERM, which shuts it down
     the launcher ended before `tie_to_launcher`   ->  the call raises if torchrun's store is gone or this rank is an orphan
@@ -31,7 +31,7 @@ _PROCESS = secrets.token_hex(8)  # identifies this process: a new container may 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The process that started this one, as `tie_to_launcher` found it."""
+    """The process that started this process, as `tie_to_launcher` found it."""
 
     pid: int
 
@@ -45,8 +45,8 @@ class Launcher:
 
 
 def tie_to_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None:
-    """Make the kernel send this rank SIGTERM when its launcher ends. Call this before slow imports. Returns None unless
-    torchrun or a program with its agent (`accelerate launch`) started this rank. Errors: PlatformError if that launcher ended."""
+    """Make the kernel send this rank SIGTERM when its launcher ends. Call this before slow imports. Returns None if the launcher is
+    neither torchrun nor a program with torchrun's agent (`accelerate launch`). Errors: PlatformError if the launcher has ended."""
     env = os.environ if environ is None else environ
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
@@ -60,7 +60,7 @@ def tie_to_launcher(environ: Mapping[str, str] | None = None) -> Launcher | None
 
 
 def this_start(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """This process, and its torchrun and SLURM jobs with their restart counts, in JSON types. A run directory stores it."""
+    """This process, and its torchrun and SLURM jobs with their restart counts, in JSON types, for a file of the run directory."""
     env = os.environ if environ is None else environ
     ids = {"torchrun": env.get("TORCHELASTIC_RUN_ID"), "SLURM": env.get("SLURM_JOB_ID")}
     restarts = {"torchrun": env.get("TORCHELASTIC_RESTART_COUNT"), "SLURM": env.get("SLURM_RESTART_COUNT")}
@@ -77,8 +77,8 @@ def restart_phrase(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | N
     same_agent = now["agent"] == before.get("agent") and now["agent"] != "/"
     for name, (job, number) in now["jobs"].items():
         old_job, old_number = before.get("jobs", {}).get(name, (None, 0))
-        # The same torchrun process is always the same job. If another torchrun process restarts rank 0, the job's id shows it,
-        # unless the id is the default "none", which many jobs have.
+        # The same torchrun process is always the same job. Another torchrun process may restart rank 0: then an equal id shows
+        # the same job. The default id "none" shows nothing, because many jobs have it.
         is_restart = job == old_job and job != "none" and number > old_number
         if is_restart or (name == "torchrun" and same_agent):
             return f"restart {number} of this job by {name}"

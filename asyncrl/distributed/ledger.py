@@ -1,12 +1,12 @@
-"""The ledger in one process: admits groups to the run, and gives them places in training steps. It adds waiting to the books, whose
-rule and words `reservation.py` explains. With several ranks rank 0 has this ledger, and other ranks ask rank 0 (`line_ledger.py`).
+"""The ledger in one process: admits groups to the run, and gives them places in training steps. Callers wait here; the
+books (`reservation.py`) never wait. In a run of several ranks, this ledger is on rank 0. Other ranks ask rank 0 (`line_ledger.py`).
 
     rollout pump --admit--> [slots, FIFO] --> live --claim--> claimed --commit--> held --release--> trained
                                                `------------ end --------------------------------> dropped, failed
 
 Only `admit` and `wait_changed` wait; the other methods change the books without an await, so no task sees half a change. Waiting
-calls of `admit` get slots in their order, so prompts enter in order. With shares (`by_rank`) each rank has an order of its own.
-If a waiting caller was granted a slot and is cancelled before it runs, the slot goes to the next caller.
+calls of `admit` get slots in call order, so prompts enter in order. If ranks have shares of the slots (`by_rank`), each rank
+has its own order. If a waiting caller was granted a slot and is cancelled before it runs, the slot goes to the next caller.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Changes:
-    """Counts the changes of a ledger's books. The ledger raises `number` and then calls `wake`. Use it only on the event loop."""
+    """Counts the changes of a ledger's books. The ledger adds 1 to `number`, then calls `wake`. Only for the event loop."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -74,7 +74,7 @@ class LocalLedger:
         self._recorder = recorder
         self.first_turn = books.turn
         self._changes = Changes()
-        # Waiting admissions. With shares each rank has a queue, so that no rank blocks another one. Otherwise all are in queue 0.
+        # Waiting admissions. With shares each rank has a queue, so that no rank blocks another. Without shares all are in queue 0.
         self._queues: dict[int, deque[_Applicant]] = {}
         self.on_change: Callable[[], None] | None = None  # called after each change
         self._closed = False
@@ -86,7 +86,7 @@ class LocalLedger:
         self.close()
 
     def close(self) -> None:
-        """Fail waiters and all later `admit`, `claim`, `commit` and `wait_changed` by LifecycleError. Other methods still work."""
+        """From now on `admit`, `claim`, `commit` and `wait_changed` raise LifecycleError, in waiters too. Other methods work."""
         if self._closed:
             return
         self._closed = True
@@ -112,7 +112,7 @@ class LocalLedger:
         return self.books.finished()
 
     async def admit(self, group_id: int, oldest: int | None = None, rank: int = 0) -> Ticket | None:
-        """See `ports.Ledger.admit`. Errors: LedgerError for a group in the pipeline or of a lost rank; LifecycleError."""
+        """See `ports.Ledger.admit`. Errors: LedgerError if the group is admitted already, or if `rank` is lost; LifecycleError."""
         self._check_open("admit")
         queue = self._queues.setdefault(rank if self.books.by_rank else 0, deque())
         if not queue:
@@ -163,7 +163,7 @@ class LocalLedger:
         return self.books.arrive(ticket, sender, rank)
 
     def may_end(self, ticket: Ticket, rank: int) -> bool:
-        """Whether the group is live and `rank` may end it: rank 0 any group, another rank only groups that it has itself."""
+        """Whether the group is live and `rank` may end it. Rank 0 may end any group, another rank only its own groups."""
         entry = self.books.entries.get(ticket.group_id)
         return entry is not None and entry.ticket == ticket and rank in (0, entry.rank) and not entry.claimed
 
@@ -187,7 +187,7 @@ class LocalLedger:
         return turn
 
     def unclaim(self, tickets: Sequence[Ticket], rank: int) -> None:
-        """Undo a claim of `rank` whose caller was cancelled: a group of `tickets` that has a place loses it."""
+        """Undo a claim of `rank` whose caller was cancelled: the claimed groups of `tickets` lose their places."""
         for ticket in tickets:
             entry = self.books.entries.get(ticket.group_id)
             if entry is not None and entry.claimed and entry.rank == rank and entry.ticket == ticket:
@@ -225,7 +225,7 @@ class LocalLedger:
         return sorted((e.ticket for e in self.books.entries.values()), key=lambda t: t.group_id)
 
     def due(self) -> int:
-        """Always 0: only a run with one rank calls this method."""
+        """Always 0. Only a run with one rank calls this method, and such a run has no shares."""
         return 0
 
     def last_step(self, rank: int) -> list[int]:
@@ -238,7 +238,7 @@ class LocalLedger:
         return f"{self.books.describe()}; {sum(map(len, self._queues.values()))} groups wait for a slot"
 
     def remote_cause(self) -> str | None:
-        """Always None: only a run with one rank calls this method."""
+        """Always None. Only a run with one rank calls this method, and such a run has no other rank."""
         return None
 
     def _changed(self) -> None:

@@ -205,7 +205,7 @@ class _End:
                     try:
                         self._lose(exchange, f"has given no sign of life for {now - exchange.down_since:.0f} s")
                     except Exception:
-                        # An error of `on_end` must not end this task: it also watches the other exchanges.
+                        # An error of `on_end` must not end this task, which also watches the other exchanges.
                         logger.exception("%s could not handle the loss of %s", self.name, exchange.peer)
 
 
@@ -226,7 +226,7 @@ class LineServer(_End):
         super().__init__(secret, name, silence_s)
         self.address = ""
         self.on_end = on_end
-        self._server_id = secrets.token_hex(8)  # clients notice a restart by it
+        self._server_id = secrets.token_hex(8)  # clients notice a restart by this id
         self._peers: dict[str, Exchange] = {}
         self.machines: dict[str, str] = {}  # client -> its machine, kept after the client's end
         self._connections: dict[int, str] = {}  # descriptor -> address of the peer, or "" until it is known
@@ -291,8 +291,8 @@ class LineServer(_End):
         self._left.discard(peer)
 
     async def leave(self, timeout_s: float) -> list[str]:
-        """Call it before `aclose`: wait until each client has called `leave`, said goodbye or been lost. Returns the clients that
-        did none of these within `timeout_s`, and the lost ones. From this call on `on_end` is not called."""
+        """Call it before `aclose`: wait until each client has called `leave`, said goodbye or been lost. Returns the lost
+        clients, and the clients that did none of the three within `timeout_s`. From now on `on_end` is not called."""
         self.on_end = None
         waiting = {*self._peers}
         with anyio.move_on_after(timeout_s, shield=True):
@@ -320,7 +320,7 @@ class LineServer(_End):
     def _receive(self, frames: list[zmq.Frame]) -> None:
         identity, head = bytes(frames[0].buffer), frames[1]
         if identity.startswith(b"\0"):
-            # zmq gives this identity to a connection that the client has replaced. The client repeats the messages on the new one.
+            # zmq gives this identity to a connection that the client has replaced: the client sends the messages again.
             return
         peer, message = identity.decode(), orjson.loads(head.buffer)
         operation, session = message[:2]
@@ -381,8 +381,8 @@ class LineServer(_End):
             exchange = self._peers.get(peer)
             if exchange is not None and exchange.connection == value:
                 self._set_down(exchange)
-            # Read the HELLO that the peer may have sent before it disconnected. Read it only now, after the tables forgot the old
-            # connection, because the HELLO of a new connection with the same descriptor may come next.
+            # Read the HELLO that the peer may have sent before it disconnected. Not before the `pop`s: the next message may be the
+            # HELLO of a new connection with the same descriptor, which the `pop`s would remove.
             self._read()
             if refused and address and address not in self._refused:
                 self._refused.add(address)
@@ -439,7 +439,7 @@ class LineClient(_End):
         self._server_id: str | None = None  # None before the first connection
         self._dismissed = False  # the server has sent BYE
         self._welcomed: asyncio.Future[None] | None = None  # done at the first connection
-        self._probe: asyncio.Task[None] | None = None  # in `_check_ended`
+        self._probe: asyncio.Task[None] | None = None  # runs `_check_ended`
 
     async def __aenter__(self) -> LineClient:
         """Errors: RankLost after `silence_s` without a connection."""
@@ -467,8 +467,8 @@ class LineClient(_End):
         await super().aclose()
 
     async def ask(self, kind: str, header: Any = None, buffers: Sequence[Buffer] = ()) -> Answer:
-        """Send a request and wait for its answer. A cancelled call cancels the handler, too. The buffers must not change before the
-        answer, or ever if the call is cancelled. Errors: those of the handler, RankLost, LifecycleError outside `async with`."""
+        """Send a request and wait for its answer. A cancelled call cancels the handler, too. Change the buffers only after the
+        answer, and never after a cancelled call. Errors: those of the handler, RankLost, LifecycleError outside `async with`."""
         self._check_open(kind)
         return await self._exchange.ask(kind, header, buffers)
 
@@ -484,7 +484,7 @@ class LineClient(_End):
             self._exchange.post(TELL, kind, header)
 
     async def leave(self, timeout_s: float) -> list[str]:
-        """Call it before `aclose`: `LineServer.leave` waits for this call. Returns []. From this call on `on_end` is not called."""
+        """Call it before `aclose`: `LineServer.leave` waits for this call. Returns []. From now on `on_end` is not called."""
         self.on_end = None
         with contextlib.suppress(RankLost, LifecycleError), anyio.move_on_after(timeout_s, shield=True):
             await self.ask(_LEAVE)
@@ -530,7 +530,7 @@ class LineClient(_End):
             self._probe = self._loop.create_task(self._check_ended())
 
     async def _check_ended(self) -> None:
-        """If the server's machine refuses a new connection, the server has ended. Lose it at once, not only after `silence_s`."""
+        """If the server's machine refuses a new connection, the server has ended. End the exchange now, not after `silence_s`."""
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), 1.0)

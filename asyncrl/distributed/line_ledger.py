@@ -1,8 +1,8 @@
 """The ledger of many ranks. Rank 0 has the books (`ledger.py`), and other ranks send rank 0 a request for every transition.
 
     "ledger"   [operation, rank, arguments] --> [state of the books for this rank, result]. Rank 0 calls its `LocalLedger` itself
-    "watch"    --> the state after the next change. A rank asks again after each answer. While none of its tasks waits for a change,
-               the rank asks once a second, for its watchdog; or not at all if groups travel: then rank 0 watches all groups
+    "watch"    --> the state after the next change. A rank asks while one of its tasks waits for a change. For its watchdog the
+               rank also asks once a second, if groups do not travel between ranks. If groups travel, rank 0 watches all groups
 
 A rank keeps its own tickets and the newest state. So a question about its own groups needs no message.
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _SETTINGS = ("groups_per_step", "max_staleness", "late", "warmup", "by_rank")
 _IDLE_WATCH_S = 1.0  # between two "watch" of a rank that waits for no change
-# Rank 0 answers a "watch" after a pause: this time x number of asking ranks. So answers take at most a tenth of its loop.
+# Rank 0 answers a "watch" after a pause: this time, multiplied by the number of ranks that ask. So answers take at most a tenth
+# of the time of rank 0's event loop.
 _PAUSE_PER_RANK_S = 0.001
 # [number of the change, statistics, finished, due], and in answers to "watch" also the group that the open step waits for, as
 # [rank, ticket] or None. Answers to operations omit this group, because finding it takes longer than an operation.
@@ -79,7 +80,7 @@ class LedgerServer:
             case "arrive", (ticket, sender):
                 return await ledger.arrive(Ticket(*ticket), sender, rank)
             case "end", (ticket, outcome):
-                # A group that has travelled to another rank may have a place there, so this rank must not end the group.
+                # A group that `rank` has sent to another rank may have a place there, so `rank` must not end the group.
                 if not ledger.books.trainers or ledger.may_end(Ticket(*ticket), rank):
                     await ledger.end(Ticket(*ticket), outcome, "")
             case "commit", (turn,):
@@ -102,7 +103,7 @@ class LedgerServer:
         return None
 
     def undo(self, operation: str, rank: int, *arguments: Any) -> None:
-        """`withdraw` undoes an `admit` whose caller was cancelled, and `unclaim` such a `claim`. Ignores other operations."""
+        """For a cancelled caller: `withdraw` undoes its `admit`, `unclaim` undoes its `claim`. Ignores other operations."""
         match operation, arguments:
             case "withdraw", (group_id,):
                 self.ledger.withdraw(group_id, rank)
@@ -125,7 +126,7 @@ class LedgerServer:
         return self.state(rank), ()
 
     def notify_claimants(self) -> None:
-        """After a change, end the pause of refused ranks: of all in a full step, else (`trainers`) of those that get a place."""
+        """After a change, end the pause of refused ranks: of all if the step is full, else of those in `books.claimants()`."""
         books = self.ledger.books
         if self._refused:
             for rank in self._refused.intersection(self._refused if books.step_complete() else books.claimants()):
@@ -136,8 +137,8 @@ class LedgerServer:
 class LineLedger:
     """A `ports.Ledger` like `LocalLedger`, for many ranks. Every rank must use the same settings. `async with` is required.
 
-    line: the server of rank 0, or this rank's client of that server. books: those of rank 0; other ranks read only the settings
-    and the turn in theirs. The constructor registers the handlers, so rank 0 must make its ledger before other ranks can connect.
+    line: the server of rank 0, or this rank's client of that server. books: on rank 0 the books of the run; other ranks read only
+    the settings and the turn. The constructor registers the handlers: rank 0 must make its ledger before other ranks can connect.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class LineLedger:
         """`follows`: this rank trains groups that are at another rank, its leader (`roles.py`)."""
         self._line, self._rank, self._recorder = line, rank, recorder
         self._settings = [getattr(books, name) for name in _SETTINGS]
-        # Steps that this rank has committed. Another rank may have committed one more.
+        # The number of steps that this rank has committed. Another rank may have committed one step more.
         self._turn = self.first_turn = books.turn
         self._travels = bool(books.trainers)
         self._trains = follows or not books.trainers or rank in books.trainers
@@ -207,13 +208,13 @@ class LineLedger:
 
     @property
     def turn(self) -> int:
-        """The number of steps that this rank has committed. Another rank may have one more. On a rank that only generates, the
-        highest number of all ranks."""
+        """The number of steps that this rank has committed. Another rank may have committed one step more. On a rank that
+        only generates: the highest number of all ranks."""
         return self._turn if self._trains else self.statistics().turn
 
     @property
     def changes(self) -> int:
-        """The number of the newest change that this rank knows, by any rank."""
+        """The number of the newest change, by any rank, of which this rank knows."""
         return self._changes.number
 
     @property
@@ -266,13 +267,13 @@ class LineLedger:
         return ClaimState[state], ticket
 
     async def assign(self, ticket: Ticket, tokens: int) -> int:
-        """See `ports.Ledger.assign`. `live_groups` of this rank lacks the group from now on, unless it arrives here."""
+        """See `ports.Ledger.assign`. The group leaves `live_groups` of this rank. If it arrives here, `arrive` adds it again."""
         rank: int = await self._complete("assign", _plain(ticket), tokens)
         self._live.pop(ticket.group_id, None)
         return rank
 
     async def arrive(self, ticket: Ticket, sender: int) -> bool:
-        """See `ports.Ledger.arrive`. If True, the group is in `live_groups` of this rank from now on."""
+        """See `ports.Ledger.arrive`. If the result is True, the group is in `live_groups` of this rank from now on."""
         if kept := bool(await self._complete("arrive", _plain(ticket), sender)):
             self._live[ticket.group_id] = ticket
         return kept
@@ -321,7 +322,7 @@ class LineLedger:
         await self._complete("release", turn)
 
     def lose_generator(self, rank: int) -> list[int]:
-        """On rank 0: a rank that only generates is lost. Returns the ids of its dropped groups, for other ranks to play again."""
+        """On rank 0: a rank that only generates is lost. Returns the ids of its dropped groups. Other ranks play them again."""
         assert self._server is not None
         lost = self._server.ledger.lose_generator(rank)
         if self._recorder is not None and lost:
@@ -343,8 +344,8 @@ class LineLedger:
         return [ticket for ticket in self._live.values() if ticket.deadline < self._statistics.turn]
 
     def live_groups(self, *, everywhere: bool = False) -> list[Ticket]:
-        """Groups of this rank that were admitted and that this rank has not committed, sorted by id, even if another rank has
-        committed their step. On rank 0 `everywhere` adds the groups of other ranks."""
+        """The admitted groups of this rank that this rank has not committed, sorted by id. Another rank may have committed their
+        step already. On rank 0 `everywhere` adds the groups of other ranks."""
         live = self._live | self._placed
         if everywhere and self._server is not None:
             books = self._server.ledger.books

@@ -1,13 +1,13 @@
 """How the ranks of a run find each other: through torchrun's store. Each rank proves itself by a secret that is not in the store.
 
-    rank 0        sets in torchrun's store: "joined/0" = where the secret is; later "line/0" = address of the line
+    rank 0        sets in torchrun's store: "joined/0" = where the secret is; later "line/0" = address of the line (line.py)
     other ranks   read "joined/0" and set "joined/RANK", then read "line/0" and connect to the line with the secret
 
 Every program can write into torchrun's store, so another program can keep the ranks from meeting. But without the secret it can
 neither answer for rank 0 nor read the messages of the line.
 
-The secret is the value of ASYNCRL_SECRET. A run on several machines needs this variable. On one machine without it rank 0 draws a
-secret and writes it to a file that only this user may read. Rank 0 deletes the file when all ranks have joined.
+The secret is the value of ASYNCRL_SECRET. A run on several machines needs this variable. Without the variable, rank 0 of a run on
+one machine draws a secret and writes it to a file that only this user may read. Rank 0 deletes the file when all ranks have joined.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Rendezvous:
 def meet(info: RankInfo, timeout_s: float, environ: Mapping[str, str] | None = None) -> Rendezvous:
     """Find the other ranks. Rank 0 blocks until all ranks have joined. The other ranks block until rank 0 has set "joined/0".
 
-    Errors: PlatformError for a missing, short or forged secret or a loopback MASTER_ADDR; RuntimeError, OSError after `timeout_s`.
+    Errors: PlatformError for a missing, short or forged secret, or loopback MASTER_ADDR; RuntimeError or OSError after `timeout_s`.
     """
     secret = (os.environ if environ is None else environ).get(VARIABLE)
     if secret is not None or not info.one_machine:
@@ -180,7 +180,7 @@ def _write_secret(secret: str) -> Path:
 
 
 def _read_secret(path: Path) -> str:
-    """The secret in a file. Errors: PlatformError unless only this user may read the file, because any program can set the path."""
+    """The secret in a file. Any program can set the path. Errors: PlatformError if the path is no file of this user alone."""
     forged = PlatformError(
         f"torchrun's store names {path} as the file of the secret, but that is no file that this user alone can read; unless this "
         "rank is late, another program wrote the path: block other programs from the port of the store"

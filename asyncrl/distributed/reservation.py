@@ -1,5 +1,5 @@
 """The reservation rule: which groups may enter the run, and which step trains which group, so that no group is trained older than
-`max_staleness`. A plain state machine without waiting and I/O. The ledgers add waiting, and serve it to several ranks.
+`max_staleness`. A plain state machine without waiting and I/O. `ledger.py` adds waiting, `line_ledger.py` messages between ranks.
 
 Words
   k, m      groups per step; max_staleness
@@ -38,8 +38,8 @@ Warm-up. While `a < warmup` only `k` slots are given out. So only the groups of 
 warm-up: a turn without a release keeps its slots `held`, and the open step needs all `k` slots.
 
 Shares (`by_rank`, for `m = 0`). Without shares, slots that become free together go to the rank that asks first, so two runs of one
-configuration may train different steps. So a rank admits only its share of the open step: the prompts with the numbers (ordinals)
-`n % ranks == rank`. No rank waits for another rank's share: all `k` slots are free after the release of the last step, and the
+configuration may train different steps. With shares a rank admits only its share of the open step: the prompts whose ordinal `n`
+has `n % ranks == rank`. No rank waits for another rank's share: all `k` slots are free after the release of the last step, and the
 shares add up to `k`. The same rank's next group replaces a dropped group. Once a rank has no more prompts, there are no shares.
 
 Balance (`trainers`, if groups travel to training ranks). A scored group goes to the training rank with the fewest tokens of live
@@ -71,12 +71,12 @@ from ..errors import LedgerError, VersionAhead
 from ..types import LedgerStatistics, Ticket
 
 Late = Literal["wait", "drop"]
-# Takes the place of the acknowledged turn for a rank without engines: later than any turn.
+# The acknowledged turn of a rank without engines. It is later than any turn, so such a rank never lowers the minimum.
 _NO_ENGINE = 1 << 60
 
 
 def first_by_deadline(tickets: Iterable[Ticket]) -> list[Ticket]:
-    """The first ticket of each deadline, in the order of `tickets`. Only its deadline decides whether a ticket may have a place."""
+    """The first ticket of each deadline, in the order of `tickets`. Only a ticket's deadline decides if it may have a place."""
     first = dict[int, Ticket]()
     for ticket in tickets:
         first.setdefault(ticket.deadline, ticket)
@@ -105,9 +105,8 @@ class ReservedGroup:
     ticket: Ticket
     rank: int = 0
     claimed: bool = False
-    # The training rank that gets the group, -1 until the group is assigned; and the tokens of the group.
-    trainer: int = -1
-    tokens: int = 0
+    trainer: int = -1  # the training rank that gets the group; -1: not chosen yet
+    tokens: int = 0  # of the group, once it is assigned
 
 
 @dataclass(slots=True)
@@ -135,7 +134,7 @@ class Reservation:
     trained: int = 0
     dropped: int = 0
     failed: int = 0
-    # The minimum of `acknowledged`, and a rank with this value: an increase of another rank's value needs no new minimum.
+    # The minimum of `acknowledged`, and a rank with this value. Only a change of this rank's value or `begin` changes the minimum.
     _acknowledged_turn: int = field(default=-1, init=False)
     _slowest: int = field(default=0, init=False)
     # Derived from `entries` by `_count`, so that a claim need not visit all entries. `_live`: deadline -> live groups by id.
@@ -197,7 +196,7 @@ class Reservation:
         self.acknowledged += [_NO_ENGINE] * missing
         self.exhausted += [True] * missing
         self.acknowledged[rank], self._acknowledged_turn = turn, -1
-        # While no rank had an engine, not all were marked as exhausted. This rank admits groups now: mark those without an engine.
+        # While no rank had an engine, some ranks were not marked as exhausted. Mark them now, because this rank admits groups.
         self.exhausted = [
             done or engine == _NO_ENGINE for done, engine in zip(self.exhausted, self.acknowledged, strict=True)
         ]
@@ -265,11 +264,11 @@ class Reservation:
         )
 
     def first_live(self) -> ReservedGroup | None:
-        """The live group with the earliest deadline, for which the open step waits. Of several, the one unchanged for longest."""
+        """The live group with the earliest deadline: the open step waits for it. Of several, the group that changed longest ago."""
         return next(iter(self._live[min(self._live)].values())) if self._live else None
 
     def due(self, rank: int) -> int | None:
-        """How many groups of its share of the open step `rank` has not admitted yet; None if ranks have no shares."""
+        """How many groups `rank` has not yet admitted from its share of the open step; None if ranks have no shares."""
         if not self.by_rank or any(self.exhausted):
             return None
         first = self.turn * self.groups_per_step
@@ -344,7 +343,7 @@ class Reservation:
         return True
 
     def claimants(self) -> list[int]:
-        """The training ranks whose next claim succeeds unless the step is full. Each has a group that may get a place. No other
+        """The training ranks whose next claim succeeds if the step is not full. Each has a group that may get a place. No other
         rank with such a group has fewer tokens in the open step."""
         possible = {deadline for deadline in self._live if self.trainers and self._may_claim(deadline)}
         able = [rank for rank, arrived in self._arrived.items() if not possible.isdisjoint(arrived)]
@@ -355,9 +354,9 @@ class Reservation:
         return deadline >= self.turn and (self.late == "drop" or self.fits(deadline, claim=True))
 
     def claim(self, ready: Iterable[Ticket], rank: int | None = None) -> Ticket | None:
-        """Give a place to the first ticket that may have one, and return this ticket; None if none may, or if `rank` must wait for
-        another rank. Tries only the first ticket of each deadline. `rank`: the rank that trains the group; None: the rank that has
-        the group. Errors: LedgerError if a tried ticket is not live."""
+        """Give a place to the first ticket that may have a place, and return this ticket. Returns None if the step is full, if no
+        ticket may have a place, or if `rank` must wait for another rank. Tries only the first ticket of each deadline. `rank`: the
+        rank that trains the group; None: the rank that has the group. Errors: LedgerError if a tried ticket is not live."""
         if self.claimed >= self.groups_per_step:
             return None
         # `rank` waits while another rank has fewer tokens in the open step and a group that may have a place.
@@ -444,7 +443,7 @@ class Reservation:
         for ticket in lost:
             self.end(ticket, "dropped")
         self.acknowledged[rank] = _NO_ENGINE
-        # If no other rank can play these groups again, the flag stays: a last, partial step without them must not begin.
+        # If no rank is left to play these groups again, `rank` does not count as exhausted: a partial step must not leave them out.
         self.exhausted[rank] |= any(map(self.has_engine, range(len(self.acknowledged))))
         self._free_slots()
         return [ticket.group_id for ticket in lost]

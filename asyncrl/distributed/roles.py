@@ -88,7 +88,7 @@ class Roles:
 
     @staticmethod
     def ranks_named(distributed: DistributedConfig) -> int:
-        """The number of ranks that `distributed.roles` needs; without roles `distributed.context`, so one set of siblings."""
+        """The number of ranks that `distributed.roles` needs. Without roles: `distributed.context`, the size of one sibling set."""
         setting, numbers = distributed.roles, [distributed.context - 1]
         for value in (setting.train, setting.generate):
             numbers += [value] if isinstance(value, int) else value or ()
@@ -96,7 +96,7 @@ class Roles:
 
     @property
     def differ(self) -> bool:
-        """False: all ranks train and generate, each its own groups. True: some have one role, share sequences or may join later."""
+        """False: each rank trains and generates its own groups. True: a rank has one role, ranks share sequences, or nodes join."""
         return self.listens or self.context > 1 or self.train != self.generate
 
     @property

@@ -39,7 +39,8 @@ class World(RankInfo, Collectives):
     _opened: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
     _train: Collectives | None = field(default=None, repr=False)  # set by `open` unless all ranks train
-    # Set by `open` with `distributed.context`: collectives over the siblings of this rank, and on a leader over all leaders.
+    # Set by `open` with `distributed.context`: collectives over the siblings, the ranks that share the sequences of this rank.
+    # `_leaders`, only on a leader: collectives over the leaders of all sets of siblings.
     siblings: Collectives | None = field(default=None, init=False, repr=False)
     _leaders: Collectives | None = field(default=None, repr=False)
     _leave_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -54,8 +55,7 @@ class World(RankInfo, Collectives):
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
         """The world of torchrun's environment variables. Without these variables, a world of one rank.
 
-        Errors: PlatformError if some variables are missing or have impossible values.
-        """
+        Errors: PlatformError if some variables are missing or have impossible values."""
         env = os.environ if environ is None else environ
         if "RANK" not in env and "WORLD_SIZE" not in env:
             return cls()
@@ -124,8 +124,8 @@ class World(RankInfo, Collectives):
         """Wait for the other ranks, at most `timeout_s`, and create the process group: nccl on cuda, gloo elsewhere.
 
         No-op with one rank, unless `single_rank_group` is true: a sharded model needs a process group even with one rank.
-        Errors: LifecycleError if a World of this process has a process group already. PlatformError if other ranks do not join,
-        ConfigError if their roles differ.
+        Errors: LifecycleError if a World of this process has a process group already. PlatformError if other ranks do not join.
+        ConfigError if not all ranks were started with the same `roles`.
         """
         if World._owner is not None and (single_rank_group or self.world_size > 1):
             raise LifecycleError(
@@ -160,7 +160,7 @@ class World(RankInfo, Collectives):
         return self
 
     def _require_same_roles(self, met: Rendezvous) -> None:
-        """Errors: ConfigError for ranks with different roles. They would create different process groups, and wait for ever."""
+        """Errors: ConfigError if ranks have different `roles`. Such ranks would create different groups, and wait for ever."""
         met.store.set(f"roles/{self.rank}", str(self.roles))
         for rank in range(1, self.world_size) if self.is_first else [0]:
             if (theirs := met.get("roles", rank)) != str(self.roles):

@@ -1,4 +1,4 @@
-"""The HTTP endpoint of a run: clients get replies of the policy from the sessions of episodes. It runs in the run's event loop.
+"""The HTTP endpoint of a run, in the run's event loop. A client's request samples from the policy in the session of an episode.
 
     policy.base_url ──▶ Endpoint.open ──▶ (URL, key)
     client ──▶ http/server.py ──▶ keys.py: session ──▶ parameters.py: request ──▶ session.chat ──▶ replies.py: JSON or events
@@ -8,11 +8,11 @@ keep the connection alive.
 
 Guarantees
 * a key gives access to at most one episode. The end of the episode cancels its requests; later requests get status 401;
-* if a client disconnects, its request is cancelled. A choice that is not sampled yet leaves no tokens in the trajectory;
+* if a client disconnects, its request is cancelled. A choice that is not sampled yet adds no tokens to the trajectory;
 * a sampled answer that was not delivered is kept for a retry. The next request with the same key, path and body gets this answer,
-  and the trajectory has it once. The end of the episode removes answers that no client got and no request continued;
+  and the trajectory has it once. The episode's end removes an undelivered answer from the trajectory, if no request continued it;
 * after the delivery an equal request samples a new answer, unless its header `x-stainless-retry-count` says that it is a retry;
-* a parameter that has no effect is refused by its name, or is documented as ignored.
+* a parameter that would have no effect is documented as ignored, or is refused with an error that names the parameter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .responses import ResponsesBody, responses_events, responses_reply
 
 # Limit for one body. A conversation of a million tokens has about 5 MB.
 MOST_BODY_BYTES = 1 << 24
-# Limit for all bodies together that are being received.
+# Limit for the total size of the bodies that are being received.
 MOST_HELD_BYTES = 1 << 28
 MOST_CONNECTIONS = 4096
 # Limit for the open requests of one key.
@@ -53,10 +53,10 @@ MOST_REQUESTS = 256
 KEEP_ALIVE_S = 10.0  # between two comments in a stream
 # Time limit for a client to take a piece of an answer.
 SEND_S = 30.0
-# How many delivered answers of one key are kept for a late retry.
+# How many delivered answers of one key are kept for a late retry. A key of no episode keeps as many undelivered answers.
 _MOST_DELIVERED = 32
 _ANTHROPIC_PATH, _TOO_LONG = "/messages", "context_length_exceeded"
-# Status -> type of the error, in both protocols. Any other status has the type of 400.
+# Status -> type of the error, in the protocols of OpenAI and Anthropic. Any other status has the type of 400.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _TYPES |= {413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
 _REASONS = {
@@ -102,7 +102,7 @@ class Endpoint:
         max_context: int,
         count: Count = lambda name, number: None,
     ) -> None:
-        """`untrained_session`: makes a session for a request of no episode. `max_context`: most tokens of prompt and reply."""
+        """`untrained_session`: makes a session for a request of no episode. `max_context`: limit of tokens, prompt plus reply."""
         self._keys = EpisodeKeys(address)
         self._model, self._max_context, self._count, self._held_bytes = model, max_context, count, 0
         self._untrained_session = untrained_session
@@ -113,7 +113,7 @@ class Endpoint:
         self._server = HttpServer(self._keys, routes, refusal=self._refuse, connections=MOST_CONNECTIONS)
 
     async def serve(self) -> None:
-        """Answer requests until cancelled. Connections that were made earlier, after `open`, have waited in the kernel."""
+        """Answer requests until cancelled. The kernel queues connections that clients make after `open` and before this call."""
         try:
             async with self._server:
                 await anyio.sleep_forever()
@@ -152,7 +152,7 @@ class Endpoint:
                 raise
             finally:
                 opened.requests.discard(scope)
-        # If a stream has begun, the reason is its last event. `_send` has closed a connection that got a part of an answer.
+        # A stream that has begun gets the refusal as its last event, if `_send` has not aborted the connection.
         if not stream.prepared or request.transport is None or request.transport.is_closing():
             raise refused
         self._count("endpoint/refused", 1)
@@ -202,7 +202,7 @@ class Endpoint:
         digest: bytes,
         stream: web.StreamResponse,
     ) -> web.StreamResponse:
-        """Send the answer. Sample only choices that an undelivered answer to an equal request lacks. Keep undelivered choices."""
+        """Send the answer. Reuse choices of an undelivered answer to an equal request. If sending fails, keep the choices."""
         undelivered = opened.undelivered.get(digest)
         answers: Answers = undelivered.pop() if undelivered else {}
         delivered = opened.delivered.pop(digest, None)
@@ -227,7 +227,7 @@ class Endpoint:
         except BaseException:
             if answers:
                 opened.undelivered.setdefault(digest, []).append(answers)
-                # A key of no episode lasts as long as the run. The session of an episode forgets these answers at its end.
+                # A key of no episode lasts as long as the run, so its answers need a limit. Other keys end with their episodes.
                 if opened.session is None and len(opened.undelivered) > _MOST_DELIVERED:
                     del opened.undelivered[next(iter(opened.undelivered))]
             raise
@@ -312,7 +312,7 @@ async def _send(request: web.BaseRequest, response: web.StreamResponse, data: by
             await response.prepare(request)
             await response.write_eof(data)
     except (TimeoutError, anyio.get_cancelled_exc_class()) as error:
-        # The client shall not get the rest of an answer that is offered again, or is no part of the trajectory.
+        # The client must not get the rest of this answer later: a retry gets the answer, or the end of the episode removes it.
         if request.transport is not None:
             request.transport.abort()
         if not isinstance(error, TimeoutError):

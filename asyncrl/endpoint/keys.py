@@ -35,7 +35,7 @@ class OpenKey:
     session: Session | None
     branch: str
     requests: set[anyio.CancelScope] = field(default_factory=set)  # scopes of the running requests
-    # Answers that are being sampled or sent, by their ids. The connection is None before they are sent.
+    # Answers that are being sampled or sent, by `id(answers)`. The connection is None while they are being sampled.
     answering: dict[int, tuple[Answers, asyncio.Transport | None]] = field(default_factory=dict)
     # Sampled answers that no client got, by the digest of the request's path and body.
     undelivered: dict[bytes, list[Answers]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class EpisodeKeys(Access):
             del self._open[number]
             for scope in list(opened.requests):
                 scope.cancel()
-            # A client may have got all of an answer before the request that sends it goes on: then nothing is left to write.
+            # A client may have a whole answer before the handler resumes from the write. The write buffer is then empty.
             unsent = [
                 each
                 for each, to in opened.answering.values()

@@ -1,6 +1,6 @@
-"""The parameters of each route. They act as in the API of OpenAI, Anthropic or vLLM, unless a description says something else.
+"""The parameters of each route. They act as in OpenAI's, Anthropic's or vLLM's API. A parameter's description names differences.
 
-These pydantic models validate bodies and make the OpenAPI document, so both agree. "1" is no number, but 5.0 may stand for 5.
+These pydantic models validate bodies and make the OpenAPI document, so both agree. Text such as "1" is no number. 5.0 counts as 5.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Ask:
     stream: bool = False
     usage: bool = False  # end a stream with a chunk about the usage
     logprobs: bool = False
-    top: int = 0  # how many of the most probable first tokens to return
-    top_tokens: Sequence[tuple[int, float]] = ()  # these tokens with their log-probs; set after the sampling
+    top: int = 0  # return this many most probable first tokens
+    top_tokens: Sequence[tuple[int, float]] = ()  # (token id, log-prob) of these tokens; set after sampling
     ids: bool = False  # return token ids
 
 

@@ -1,7 +1,7 @@
 """Makes answers in the form of OpenAI's chat completions and completions, and of vLLM's generate route.
 
-Every answer has `policy_versions`, the policy versions of the tokens as runs: `[[version, number of tokens], ...]`. Answers of the
-generate route always have `prompt_token_ids`, `token_ids` and log-probs. Other answers have them if the request asks for them.
+Every answer has `policy_versions`, the run-length encoded versions of the tokens: `[[version, number of tokens], ...]`. Answers of
+the generate route always have `prompt_token_ids`, `token_ids` and log-probs. Other answers have them if the request asks for them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def version_runs(generation: Generation) -> list[list[int]]:
 
 
 def logprob_content(choice: ChatAnswer, top: Sequence[tuple[int, float]] = ()) -> dict[str, Any]:
-    """`choices[i].logprobs`. Written as JSON text, because a dictionary for each token costs the event loop milliseconds."""
+    """`choices[i].logprobs`, as JSON text: a dictionary per token costs the event loop milliseconds. `top`: `Ask.top_tokens`."""
     generation = choice.generation
     ids = generation.token_ids.tolist()
     parts = list(map(_ENTRY.__mod__, zip(ids, ids, generation.logprobs.tolist(), strict=True)))

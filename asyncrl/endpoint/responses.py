@@ -126,7 +126,7 @@ def _messages(items: list[dict[str, Any]]) -> Messages:
     reply: dict[str, Any] | None = None
 
     def current(*taken: str) -> dict[str, Any]:
-        """The message of the current reply; a new message if there is none, or if it has one of the keys `taken` already."""
+        """The message of the current reply. A new message if there is no reply, or if the reply has a value for one of `taken`."""
         nonlocal reply
         if reply is None or any(reply.get(key) for key in taken):
             reply = {"role": "assistant", "content": ""}
@@ -183,7 +183,7 @@ def responses_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict
         "model": model,
         "output": output,
         "parallel_tool_calls": True,
-        # `ask.tools` None: the row may have tools.
+        # If `ask.tools` is None, the row of the episode's prompt may have tools.
         "tool_choice": "auto" if ask.tools or ask.tools is None else "none",
         "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in ask.tools or ()],
         "temperature": ask.sampling.temperature,

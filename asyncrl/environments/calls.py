@@ -25,7 +25,7 @@ from typing import Any
 from asyncrl.errors import DataError
 from asyncrl.records.check import check_json
 
-# No `\s*` around it: the time for a call that is not closed would grow with the cube of its white space.
+# `\s*` on both sides of this pattern would make the search time of an unclosed call grow with the cube of its white space.
 _VALUE = "(.*?)"
 _BLOCK = re.compile(rf"<tool_call>{_VALUE}</tool_call>", re.DOTALL)
 _FUNCTION = re.compile(
@@ -127,7 +127,7 @@ def _channels(text: str) -> tuple[str, str, list[Call], int]:
 
 
 def _from_block(body: str, tools: Sequence[Any]) -> list[Call]:
-    """The calls in a block: in JSON, or with their arguments in tags. None of them if one cannot be read."""
+    """The calls in a block: in JSON, or with their arguments in tags. An empty list if a call of the block cannot be read."""
     body = body.strip()
     if body.startswith(("{", "[")):
         return _from_json(body)

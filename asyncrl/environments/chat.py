@@ -1,12 +1,12 @@
-"""Makes token ids of conversations, and messages of sampled ids, with the tokenizer and the chat template of a run (`Chat`).
+"""`Chat` converts conversations to token ids, and sampled ids to messages, with the tokenizer and the chat template of a run.
 
     first request   messages ── template ──▶ text ──▶ ids
     next request    ids of the last request ‖ its sampled ids ‖ ids of the template's text for the new messages alone
     reply           sampled ids ──▶ text ──▶ content, reasoning_content, tool_calls
 
-Sampled ids are kept. To find the ids of new messages, the template renders the whole conversation with a mark in place of the last
-reply. Only the text after the mark is tokenized, and its ids are appended to the sampled ids. If the template now writes the
-earlier messages differently, `Chat.extend` returns None, and the session renders and tokenizes the whole conversation.
+A reply is not tokenized again. To find the ids of new messages, the template renders the whole conversation with a mark in place of
+the last reply. Only the text after the mark is tokenized, and its ids are appended to the sampled ids. If the template now writes
+the earlier messages differently, `Chat.extend` returns None, and the session renders and tokenizes the whole conversation.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RecordedTurn:
 
 
 class Chat:
-    """The chat template of a run. The methods are synchronous. A call takes milliseconds, but `of_row` 0.1 s for new arguments."""
+    """The chat template of a run. Its methods are synchronous. A call takes milliseconds; `of_row` takes 0.1 s for new columns."""
 
     def __init__(self, tokenizer: Any, config: DataConfig | None = None, *, recorder: Recorder | None = None) -> None:
         self.tokenizer = tokenizer
@@ -100,8 +100,8 @@ class Chat:
         self._reasoning_key = next((key for key in ("reasoning_content", "thinking") if key in words), None)
 
     def of_row(self, columns: Mapping[str, Any]) -> Chat:
-        """The chat for the episodes of one row: `self`, unless the row has a column `chat_template_kwargs` or `tools`, which
-        overrides `data.chat_template_kwargs`. Errors: `DataError`."""
+        """The chat for the episodes of one row. A column `chat_template_kwargs` or `tools` of the row overrides
+        `data.chat_template_kwargs`. Returns `self` for a row without these columns. Errors: `DataError`."""
         given = {name: columns[name] for name in ("chat_template_kwargs", "tools") if columns.get(name) is not None}
         if not given:
             return self
@@ -136,7 +136,7 @@ class Chat:
     def extend(self, last: RecordedTurn, messages: Messages, tools: Sequence[Any] = ()) -> Int32Array | None:
         """The prompt [P] for a conversation that begins with `last`: the tokens of `last`, then those of the new messages.
 
-        `messages`: the whole conversation. None if the template now refuses `last` or alters its text. Errors: `DataError`."""
+        `messages`: the whole conversation. Returns None if the template refuses `last` or alters its text. Errors: `DataError`."""
         ids, recorded = last.generation.token_ids, len(last.messages) + 1
         ended = self.has_ended(last.generation)
         if recorded == len(messages):
@@ -147,7 +147,7 @@ class Chat:
             try:
                 text = self._render([*messages[: recorded - 1], marked, *messages[recorded:]], tools, strict=True)
             except DataError:
-                # The template refuses this form of the reply, such as results of tools without their calls.
+                # The template refuses this form of the reply. For example, results of tools follow, but the form has no calls.
                 continue
             marks = sorted((mark for mark in (_CONTENT, _REASONING) if mark in text), key=text.index)
             if (
@@ -159,7 +159,7 @@ class Chat:
             # The template leaves out the reasoning of earlier replies, but the sampled tokens contain it.
             if "reasoning_content" in marked and _REASONING not in marks:
                 return None
-            # The text before the marks must begin with the prompt of `last`. Without reasoning, ignore empty thinking blocks.
+            # The text before the marks must begin with `before`. If the reply has no reasoning, empty thinking blocks may differ.
             start = text.index(marks[0])
             is_bare = "reasoning_content" not in marked
             equal = is_bare and _without_thinking(text[:start]) == _without_thinking(before)
@@ -204,7 +204,7 @@ class Chat:
         return message
 
     def count_fork(self, cause: str) -> None:
-        """Count a conversation that is rendered again from its beginning, and log the first one of each cause (`_FORKS`)."""
+        """Count a conversation that is rendered again from its beginning. Log the first conversation of each cause (`_FORKS`)."""
         if self._recorder is not None:
             self._recorder.count(f"rollout/forks/{cause}")
         if cause not in self._logged:
@@ -238,7 +238,7 @@ class Chat:
         return bool(stopped and ids.size and int(ids[-1]) in self._special)
 
     def _after_end(self, text: str, end: int) -> str:
-        """The text after the token `end`. If the text lacks `end`: after the first control token, or all of the text."""
+        """The text after the token `end`. If `text` lacks `end`: after its first control token. If it has none: `text`."""
         for token in (self.tokenizer.convert_ids_to_tokens(end), None):
             texts = [token] if token else [self.tokenizer.convert_ids_to_tokens(each) for each in self._special]
             found = re.search("|".join(re.escape(each) for each in sorted(texts, key=len, reverse=True)), text)
@@ -248,7 +248,7 @@ class Chat:
 
     def _marked(self, reply: Mapping[str, Any], ended: bool) -> list[dict[str, Any]]:
         """Forms of the reply with marks, to be tried in this order. If the reply has not `ended`, its calls are left out: `extend`
-        cuts off the text of calls at the end token, which is missing then."""
+        cuts off the text of calls at the end token, which such a reply lacks."""
         marked: dict[str, Any] = {"role": "assistant", "content": _CONTENT}
         if reply.get("reasoning_content"):
             marked["reasoning_content"] = _REASONING
@@ -260,8 +260,8 @@ class Chat:
         return [{**marked, **calls}, *thought, marked]
 
     def _render(self, messages: Messages, tools: Sequence[Any], *, strict: bool = False) -> str:
-        """The text of a conversation. If the template refuses the calls (some refuse two calls in one reply), they are written as
-        text. `strict`: raise DataError instead."""
+        """The text of a conversation. If the template refuses the calls (some templates refuse two calls in one reply), the calls
+        are written as text. `strict`: raise DataError instead."""
         try:
             return self._text_of(messages, tools, self._template_has_calls)
         except DataError as error:
@@ -297,7 +297,7 @@ class Chat:
         return self._encoder.render(self._encoder.messages(written), arguments)
 
     def _for_template(self, message: dict[str, Any], native_calls: bool) -> dict[str, Any]:
-        """The message with the keys that the template reads. Unless `native_calls`, calls become text in Hermes' format."""
+        """The message with the keys that the template reads. If `native_calls` is False, calls become text in Hermes' format."""
         message = dict(message)
         reasoning = message.pop("reasoning_content", None)
         if reasoning is not None and self._reasoning_key is not None:
@@ -371,7 +371,7 @@ def _normal(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_thinking(text: str) -> str:
-    """The text without white space and an empty thinking block at its end."""
+    """The text without trailing white space, and without an empty thinking block at its end."""
     return text[:-_TAIL] + _EMPTY_THINKING.sub("", text[-_TAIL:], count=1)
 
 

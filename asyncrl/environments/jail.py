@@ -5,8 +5,8 @@
 Guarantees
 * The interpreter sees a file system of its own: the folders of Python and of the system's programs, which are read-only, and
   `/sandbox`, which is memory. The interpreter has no network, no capabilities, and no environment variable or process of the run.
-* If the run closes the socket or dies, or the interpreter or the jail ends, then init ends. The kernel then kills every process of
-  the namespaces, whatever its session or group, and drops `/sandbox`. The jail ends after the last process.
+* Init ends if the run closes the socket, the run dies, the interpreter ends, or the jail ends. The kernel then kills every process
+  of the namespaces, whatever its session or group, and drops `/sandbox`. The jail ends after the last process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _NOBODY = 65534
-# The one folder that the code may write. Not /tmp, because Python itself may lie in /tmp.
+# The only folder in which the code may write. Not /tmp, because Python itself may lie in /tmp.
 _HOME = "/sandbox"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -41,7 +41,7 @@ def main(fd: int, memory: int, processes: int) -> None:
     """Serve the run at socket `fd`. Sends `+` when code can run, or `-` and the reason of a failure. `memory`: bytes."""
     connection, is_root = socket.socket(fileno=fd), os.geteuid() == 0
     try:
-        # If the machine runs out of memory, the kernel kills the sandbox before the run.
+        # If the machine runs out of memory, the kernel kills processes of the sandbox first.
         _write("/proc/self/oom_score_adj", "1000")
         _enter_namespaces(is_root)
         init = os.fork()
@@ -115,7 +115,7 @@ def _be_init(connection: socket.socket, is_root: bool, memory: int, processes: i
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _give_up_rights(is_root, memory, processes)
         _serve(connection)
-    # Without this the policy's code might trace this process.
+    # If init were dumpable, the policy's code could trace init.
     _libc.prctl(_PR_SET_DUMPABLE, 0)
     ends = select.poll()
     ends.register(connection, select.POLLRDHUP)

@@ -1,4 +1,4 @@
-"""Loads the environment of a run: `single_turn`, or a coroutine function or class of the user."""
+"""Loads the environment of a run: `single_turn`, or a coroutine function, a class or a factory of the user."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _AVAILABLE = ("tokenizer", "sampling", "seed", "text")
 
 
 def load_environment(address: str, agents: Agents, text: CompletionText) -> Environment:
-    """Makes the environment at `address`: `single_turn`, or `file.py:name` or `module:name`, where `name` is a coroutine function
-    `episode(task, policy)`, or a class or factory of an Environment.
+    """Makes the environment at `address`: `single_turn`, `file.py:name` or `module:name`. `name` is a coroutine function
+    `episode(task, policy)`, a class that implements `Environment`, or a function that returns an `Environment` (a factory).
 
-    A class or factory may take any of `tokenizer`, `sampling`, `seed` and `text` (decodes a completion as `reward.text` says).
+    A class or factory may take any of `tokenizer`, `sampling`, `seed` and `text` (completion -> text, as `reward.text` says).
     The instance needs an `async def run`, which runs on the event loop. Code that blocks or computes for more than a few
     milliseconds belongs in a reward function or a tool.
     Errors: `ConfigError` with the address and the cause.
@@ -66,8 +66,8 @@ def find_environment(address: str) -> Any:
 
 
 def check_environment(config: Config, passed: Any = None) -> None:
-    """Errors: ConfigError for an invalid environment, or for settings that only coroutine functions use. `passed`: an object of the
-    program that replaces `rollout.environment`."""
+    """Refuses an invalid environment. For a class, a factory or an instance also refuses settings that only coroutine functions
+    use. `passed`: an object that the program passes in place of `rollout.environment`. Errors: ConfigError."""
     rollout, name = config.rollout, "the environment that the program passes"
     if passed is not None:
         found = check_episode(passed, name) if is_episode(passed) else _check_run(passed, name)
@@ -90,7 +90,7 @@ def _check_run(environment: Any, name: str) -> Any:
 
 
 def is_episode(loaded: Any) -> bool:
-    """Whether `loaded` is a coroutine function, or an object (but no class) whose `__call__` is one."""
+    """Whether `loaded` is a coroutine function, or an instance whose `__call__` is a coroutine function."""
     # ruff's B004 is meant for `hasattr(x, "__call__")` as a test for callables. Here the method itself is needed.
     methods = (loaded,) if isinstance(loaded, type) else (loaded, getattr(loaded, "__call__", None))  # noqa: B004
     return any(map(inspect.iscoroutinefunction, methods))

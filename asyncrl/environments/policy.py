@@ -1,7 +1,7 @@
 """Plays the episodes of an agent: a coroutine function `episode(task, policy)` that a user writes.
 
 AgentEnvironment   one for the run: the `Environment` that calls the coroutine function
-AgentPolicy        one for each episode: the argument `policy`, an interface to the `Session`, which records all tokens
+AgentPolicy        one for each branch of an episode: the argument `policy`, an interface to the `Session`, which records all tokens
 Reply              one for each request to the policy
 """
 
@@ -42,8 +42,8 @@ _SAMPLING = {each.name for each in fields(SamplingParams)}
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The reply to one request. `message`: in OpenAI's form; append it to the messages. `logprobs` [C]: over the whole vocabulary,
-    at the sampling temperature (greedy: at 1). `versions` [C]: the policy version whose weights sampled each token."""
+    """The reply to one request. `message`: in OpenAI's form; append it to the messages. `logprobs` [C]: normalised over the whole
+    vocabulary, at the sampling temperature (greedy: at 1). `versions` [C]: the policy version whose weights sampled each token."""
 
     message: dict[str, Any]
     prompt_ids: Int32Array  # [P]
@@ -66,16 +66,16 @@ class Reply:
 
     @property
     def ids(self) -> list[int]:
-        """The token ids of the prompt and the reply. To continue the reply by `complete`, begin the prompt with them."""
+        """The token ids of the prompt and the reply. To continue the reply, begin the prompt of `complete` with these ids."""
         return [*self.prompt_ids.tolist(), *self.token_ids.tolist()]
 
     async def run_tools(self) -> Messages:
-        """Run the tool calls of this reply concurrently. Returns a message for each, in order, also for a call that failed."""
+        """Run the tool calls of this reply concurrently. Returns a message for each call, in order, also for a failed call."""
         return await self._toolbox.run(self._tools, self.tool_calls)
 
 
 class AgentPolicy:
-    """The policy for one episode. Every request with a reply is recorded: its tokens, log-probs and versions."""
+    """The policy for one branch of an episode. Every request with a reply is recorded: its tokens, log-probs and versions."""
 
     def __init__(self, session: Session, branch: str = "") -> None:
         self._session = session
@@ -86,9 +86,9 @@ class AgentPolicy:
     async def chat(self, messages: Messages | str, *, tools: Sequence[AnyTool] | None = None, **sampling: Any) -> Reply:
         """The reply to a conversation in OpenAI's form. If `messages` continue an earlier conversation, its token ids are reused.
 
-        `tools`: functions with types and a docstring, or `Tool`s; None: the model may call the tools of the row's column `tools`
-        or of `data.chat_template_kwargs`, and the caller runs the calls. `sampling`: fields of `SamplingParams`, such as `top_p`.
-        Errors: EpisodeLimit, DataError, ConfigError, those of the engine."""
+        `tools`: functions with types and a docstring, or `Tool`s. `Reply.run_tools` runs their calls. None: the model may call the
+        tools of the row's column `tools` or of `data.chat_template_kwargs`, and your code runs the calls. `sampling`: fields of
+        `SamplingParams`. Errors: EpisodeLimit, DataError, ConfigError, those of the engine."""
         known = [as_tool(tool) for tool in tools or ()]
         schemas = None if tools is None else [dict(tool.schema) for tool in known]
         answer = await self._open_session.chat(messages, schemas, self._sampling(sampling), branch=self._branch)
@@ -111,7 +111,7 @@ class AgentPolicy:
         """A policy for a sub-agent or a parallel try, with random numbers of its own. The tokens belong to this episode. `name`:
         only needed if the calls of `branch` may come in another order when the episode is played again."""
         self._branches += name is None
-        # A name has quotation marks, so it equals no number and no path of other branches.
+        # `repr` puts a name in quotation marks, so the name equals no number and no path of other branches.
         return AgentPolicy(self._session, f"{self._branch}/{self._branches if name is None else repr(str(name))}")
 
     def note(self, name: str, value: float) -> None:
@@ -214,8 +214,8 @@ def _definition(function: Any) -> str:
 
 
 def _is_limit(error: BaseException, limit: str | None) -> bool:
-    """Whether an EpisodeLimit caused the error, or each error in an ExceptionGroup. `limit`: the text of the newest EpisodeLimit or
-    None. An HTTP client raises an error of its own class, which contains this text."""
+    """Whether an EpisodeLimit caused the error, or caused all errors in an ExceptionGroup. `limit`: the text of the newest
+    EpisodeLimit or None. An HTTP client raises an error of its own class, which contains this text."""
     if isinstance(error, BaseExceptionGroup):
         return all(_is_limit(each, limit) for each in error.exceptions)
     return isinstance(error, EpisodeLimit) or (limit is not None and limit in str(error))
@@ -258,7 +258,7 @@ def _finite(value: Any) -> float | None:
 
 def as_numbers(named: Mapping[str, Any], count: int, argument: str, prefix: str = "") -> list[dict[str, float]]:
     """For each of `count` members: name with `prefix` -> number. `named`: name -> a list with a value for each member, or one value
-    for all members. A value is a number or None, which is left out. `argument`: what errors call `named`. Errors: DataError."""
+    for all members. A value is a number or None, which is left out. `argument`: name of `named` in errors. Errors: DataError."""
     rows: list[dict[str, float]] = [{} for _ in range(count)]
     for name, values in named.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -7,7 +7,7 @@ The process starts with the `async with` block, to be ready for the policy's fir
 that was cancelled, ran too long or printed too much (`keep_state=False`: after each call). `jail.py` says what the code sees.
 
 Linux namespaces isolate the process, so a bug of the kernel is a way out. The code can read files in the folders of Python and
-below /usr. All processes of a sandbox together may use `processes` times `memory_mib` of memory, its files `memory_mib` more.
+below /usr. The processes of a sandbox together may use `processes` x `memory_mib` of memory. Its files may use `memory_mib` more.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sandbox:
         self._open = self._ready = False
 
     async def __aenter__(self) -> Self:
-        """Errors: `PlatformError` if this machine allows no sandbox, for example no namespaces of ordinary users."""
+        """Errors: `PlatformError` if this machine allows no sandbox, for example if it forbids user namespaces."""
         self._open = True
         try:
             connection = self._start()

@@ -2,9 +2,9 @@
 
     chat(messages, tools) ── chat.py: ids ──▶ sample(prompt_ids) ──▶ engine ──▶ tree ──▶ trajectory(reward)
 
-A request changes the tree when its reply is complete, so a request that was cancelled or failed leaves no tokens.
-The random numbers of a request depend on the run's seed, the group, member, branch and prompt, and on how many equal requests of
-that branch came before and did not fail. They do not depend on the order in which requests of different branches arrive.
+A request changes the tree only when its reply is complete, so a request that was cancelled or failed leaves no tokens.
+The random numbers of a request depend on the run's seed, the group, member, branch and prompt, and on the request's number among
+the equal requests of its branch. They do not depend on the order in which requests of different branches arrive.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Agents:
 
 class _AnsweredRequest(NamedTuple):
     """A request with a reply. `number`: counts the episode's requests from 0 in the order of their starts. `end`: the index of the
-    reply's last token in the tree. `through`: the `end` of the request that this one continues, or -1."""
+    reply's last token in the tree. `through`: the `end` of the earlier request that this request continues, or -1."""
 
     number: int
     end: int
@@ -95,7 +95,7 @@ class _AnsweredRequest(NamedTuple):
 
 
 class TokenTree:
-    """The tokens of an episode, each once. The longest beginning of a prompt that is in the tree is not added again."""
+    """The tokens of an episode, each once. A prompt's longest prefix that is in the tree is not added again."""
 
     def __init__(self) -> None:
         self.tokens = np.zeros(0, _TOKEN)
@@ -131,7 +131,7 @@ class TokenTree:
         return int(path[-1])
 
     def known(self, prompt_ids: Int32Array, through: int = -1) -> int:
-        """The length of the prompt's longest beginning that is in the tree. `through`: as in `_AnsweredRequest`."""
+        """The length of the prompt's longest prefix that is in the tree. `through`: as in `_AnsweredRequest`."""
         return self._longest_beginning(prompt_ids, through)[0]
 
     def path(self, last: int) -> Int32Array:
@@ -144,8 +144,8 @@ class TokenTree:
         return np.concatenate([np.zeros(0, np.int32), *reversed(pieces)]).astype(np.int32)
 
     def _longest_beginning(self, ids: Int32Array, through: int) -> tuple[int, int]:
-        """(length of the longest beginning of `ids` in the tree, index of its last token or -1). If several paths are equally long,
-        one with the token `through` wins."""
+        """(length of the longest prefix of `ids` in the tree, index of its last token or -1). If several paths are equally long, a
+        path through the token `through` wins."""
         found = (0, False, -1)
         ends = [*(start for start, _ in self.segments), self.tokens.size][1:]
         # For each segment: (depth of its first token, matching tokens from the root on, whether they pass `through`).
@@ -170,8 +170,8 @@ class TokenTree:
         return found[0], found[2]
 
     def _add_routes(self, path: Int32Array, routes: RoutesArray | None) -> None:
-        """Store the experts of the tokens on `path` that have none yet. A token keeps the experts of its first forward pass, which
-        the next token was sampled from. A later request may compute the token again with newer weights. The last token of a
+        """Store the experts of the tokens on `path` that have none yet. A token keeps the experts of its first forward pass, from
+        which the next token was sampled. A later request may compute the token again with newer weights. The last token of a
         reply has no experts, because the reply needed no forward pass of this token."""
         if routes is not None and self.routes is None:
             self.routes = np.zeros((0, *routes.shape[1:]), routes.dtype)
@@ -196,12 +196,12 @@ class Session:
         self._tree = TokenTree()
         # (turn, forms in which a client may send its messages and reply, index of the last token, branch)
         self._exchanges: list[tuple[RecordedTurn, list[Spelling], int, str]] = []
-        # Branch and prompt -> numbers of its requests that are in use: 0 for the first, 1 for an equal request, and so on.
+        # Branch and prompt -> numbers of the equal requests that have not failed: 0 for the first, 1 for the second, and so on.
         self._repetitions: dict[bytes, set[int]] = {}
         self.limit: str | None = None  # text of the newest EpisodeLimit
         self.ended = False
         self.notes: dict[str, float] = {}  # become the extras of the trajectory
-        # The number of replies and running requests; and the most tokens that running requests can add to the tree.
+        # `_started`: number of replies and running requests. `_expected`: upper bound of the tokens that running requests add.
         self._started = self._expected = 0
         self._request_ended = anyio.Event()  # set when a running request ends
         # In the order in which the replies arrived.
@@ -235,8 +235,8 @@ class Session:
     ) -> ChatAnswer:
         """The reply to a conversation in OpenAI's form. `tools`: None means the tools of the row (`Chat.tools`).
 
-        If `messages` begin with recorded conversations, the prompt continues the longest one, if the template writes its text as
-        before. Errors: as `sample`; `DataError` for messages or tools that are malformed, or that the chat template refuses."""
+        If the template keeps recorded text, the prompt continues the longest recorded conversation with which `messages` begin.
+        Errors: as `sample`; `DataError` for messages or tools that are malformed, or that the chat template refuses."""
         if not self.format.has_template:
             raise ConfigError(
                 "messages need a chat template, and the tokenizer has none or data.template is raw; use policy.complete "
@@ -252,7 +252,7 @@ class Session:
         return ChatAnswer(reply, generation, prompt_ids)
 
     def trajectory(self, reward: float | None = None, turn_rewards: Sequence[float] | None = None) -> Trajectory:
-        """The tokens of the episode as a trajectory. `turn_rewards`: one for each of `turns`, in the order of their requests.
+        """The episode's tokens as a trajectory. `turn_rewards`: a reward for each reply with tokens, in the order of the requests.
 
         Errors: `GenerationError` if there is no reply, `ConfigError` if the number of rewards is wrong."""
         if not self._answered:
@@ -287,7 +287,7 @@ class Session:
         )
 
     def forget(self, generation: Generation) -> None:
-        """Remove a reply that no client got, unless another request continued the reply. Call after the last request."""
+        """Remove a reply that no client got. If another request continued the reply, does nothing. Call after the last request."""
         for request in [each for each in self._answered if each.generation is generation]:
             if all(other.through != request.end for other in self._answered):
                 self._answered.remove(request)

@@ -67,5 +67,5 @@ class SingleTurn:
 
 
 def _after_prompt(prompt: Prompt, filler: float, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`column` [C] with `filler` for the prompt's tokens before it: [P + C]."""
+    """[P + C]: `filler` for each of the prompt's P tokens, then `column` [C]."""
     return np.concatenate([np.full(prompt.ids.size, filler, dtype=column.dtype), column])

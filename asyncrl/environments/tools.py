@@ -31,7 +31,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Messages
 
-# At its first use pydantic reads its plugins from files. Use it here once, because later this would block the event loop.
+# At its first use pydantic reads its plugins from files. Use it once at import: a later read would block the event loop.
 validate_call(lambda: None)
 
 # Limit of calls of synchronous tools that run at the same time. A call that has missed its deadline counts until the call ends.
@@ -54,8 +54,8 @@ AnyTool: TypeAlias = Tool | Callable[..., Any]
 
 
 def as_tool(tool: AnyTool) -> Tool:
-    """Make a tool of a function. Its docstring must describe the tool and each argument in Google's style, and its arguments must
-    have types. The arguments of a call are checked against the types. A `Tool` is returned unchanged. Errors: ConfigError."""
+    """Make a tool from a function. The function's docstring must describe the tool and each argument in Google's style, and the
+    arguments must have types. The types of a call's arguments are checked. A `Tool` is returned unchanged. Errors: ConfigError."""
     if isinstance(tool, Tool):
         return tool
     name = getattr(tool, "__name__", "")
@@ -237,7 +237,7 @@ def _text(result: Any, name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays, tensors, and whatever pydantic converts (dataclasses, dates, paths, sets), for JSON. Errors: ValueError."""
+    """Converts arrays, tensors, and what pydantic knows (dataclasses, dates, paths, sets) to JSON types. Errors: ValueError."""
     return value.tolist() if hasattr(value, "tolist") else to_jsonable_python(value)
 
 

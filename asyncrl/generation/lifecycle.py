@@ -1,4 +1,4 @@
-"""Opening and closing of an engine, which can be opened once. One task, the engine's *owner*, does the work from then on.
+"""Opens and closes an engine. An engine can be opened once. While it is open, one task, its *owner*, does the work.
 
 When the owner task ends (by closing, an error or a cancellation), all waiting calls get an exception, so none of them hangs. An
 error of the owner is also raised by `async with engine`.
@@ -68,8 +68,8 @@ class BaseEngine(ABC):
         tasks, self._tasks = self._tasks, None
         self._closed = True
         tasks.cancel_scope.cancel()
-        # If the owner fails, the task group cancels the body of `async with`, and must get that cancellation back. The task group
-        # gets no other exception of the body: it would wrap the exception, which `async with` must raise unchanged.
+        # If the owner fails, the task group cancels the body of `async with`, and must get that cancellation back. Any other
+        # exception of the body must not go to the task group: the group would wrap it, and `async with` must raise it unchanged.
         cancelled_by_group = self._failure is not None and isinstance(exc[1], asyncio.CancelledError)
         try:
             await tasks.__aexit__(*(exc if cancelled_by_group else (None, None, None)))

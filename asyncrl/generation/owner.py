@@ -11,10 +11,10 @@ admitted at some time, unless requests with smaller `priority` keep arriving.
 A closure is a function that runs on the lane, the thread of the device. Only the owner task changes the running batch: between two
 closures it removes aborted sequences, completes weight updates, admits requests and delivers results.
 
-If a short prefill takes longer than a decode step (`prefill_steps` > 0), requests wait for others, to share one prefill. They wait
-until the free rows have lost as many row steps (rows x decode steps) as a prefill costs the running rows. Without the limit
-`_LONGEST_WAIT` this rule loses at most twice as much as the best rule that knows all later requests (Dooley et al., "TCP dynamic
-acknowledgment delay", STOC 1998).
+If a short prefill takes longer than a decode step (`prefill_steps` > 0), requests wait to share one prefill with others. Each
+decode step of this wait loses a row step (one step of a row) for each free row that a request could use. A prefill costs
+`prefill_steps` row steps for each running row. The wait ends when the loss reaches this cost. Without `_LONGEST_WAIT` the loss is
+at most twice that of the best rule that knows all later requests (Dooley et al., "TCP dynamic acknowledgment delay", STOC 1998).
 
 An engine may keep the cache of a finished request for the next request of its session (`_remove`). A kept cache counts as free:
 `_admit` ignores kept caches, and the engine drops a kept cache if a running request needs the room.
@@ -91,7 +91,7 @@ class OwnedEngine(BaseEngine):
         self._ended_sessions: list[str] = []
         self._updates: list[WeightUpdate] = []
         self._wake = anyio.Event()
-        # Since requests last stopped waiting for others: free rows that they could use, summed over steps; number of such steps.
+        # Since `_waits_for_others` last returned False: free rows for requests, summed over steps; number of steps with such rows.
         self._lost_row_steps = 0
         self._waited_steps = 0
         self._tokens = 0
@@ -252,7 +252,7 @@ class OwnedEngine(BaseEngine):
         return max((job.positions for job in list(self._running.values())), default=0)
 
     def _waits_for_others(self) -> bool:
-        """Count lost row steps. Returns whether waiting requests shall wait for later ones. Called once before each closure."""
+        """Count lost row steps. Returns whether waiting requests shall wait for later requests. Called once before each closure."""
         free = min(len(self._waiting), self.max_sequences - len(self._running))
         self._lost_row_steps += free
         self._waited_steps += free > 0
@@ -268,7 +268,7 @@ class OwnedEngine(BaseEngine):
             longest = max(longest, self._waiting[0].positions)
             if (len(self._running) + 1) * longest > self.kv_positions:
                 break
-            # If `_add` raises, the engine ends with an error. The job still waits, so its caller gets the error, too.
+            # If `_add` raises, the engine ends with an error. The job is still in `_waiting`, so its caller gets the error.
             job = self._waiting[0]
             job.slot = self._add(job)
             self._running[job.slot] = self._waiting.pop(0)

@@ -1,6 +1,6 @@
-"""Access control of an HTTP door, a server of the run for other programs: a key, and checks against requests of web pages.
+"""Access control of an HTTP door (a server of the run, for other programs): a key, and checks against requests of web pages.
 
-A web page in a browser on this machine can send requests to 127.0.0.1. Four checks refuse such requests before the body is read:
+A web page in a browser on this machine can send requests to 127.0.0.1. These checks refuse such requests before the body is read:
 * Key: the page does not know it.
 * Content-Type must be JSON. To another origin a browser sends JSON only after a preflight request, which the door refuses.
 * Origin: a browser sends the origin of the page. Host: after DNS rebinding a browser sends the host name of the page.
@@ -41,7 +41,7 @@ class Address:
 
 
 class Refused(Exception):
-    """Ends a request with the HTTP status `status`. The default reply is JSON: `message`, and `state` under the name `status`."""
+    """Ends a request with the HTTP status `status`. The default reply is the JSON `{"status": state, "message": message}`."""
 
     def __init__(self, status: int, message: str, *, state: str = "refused", allow: Sequence[str] = ()) -> None:
         """`allow`: the methods that the path takes, for the header Allow of status 405."""
@@ -92,7 +92,7 @@ class Access:
         return self.check_key(request)
 
     def check_content(self, request: web.BaseRequest) -> None:
-        """Errors: Refused if the Content-Type is not JSON, for a POST request and for every request with a body."""
+        """Errors: Refused if a POST request, or another request with a body, has a Content-Type that is not JSON."""
         if (request.method == "POST" or request.body_exists) and request.content_type.lower() != "application/json":
             raise Refused(415, f"Content-Type is {request.content_type[:100]!r}; send application/json")
 

@@ -90,13 +90,13 @@ def refusal(error: Refused, _: web.BaseRequest) -> web.Response:
 
 async def receive(request: web.BaseRequest, max_bytes: int, count: Callable[[int], None] = lambda _: None) -> bytearray:
     """The body, not decompressed. `count` is called with the size of each piece and may raise Refused.
-    Errors: Refused: the body has more than `max_bytes` bytes (413), is slow (408), or cut off or invalid (400)."""
+    Errors: Refused if the body has more than `max_bytes` bytes (413), is slow (408), is cut off (400) or is invalid (400)."""
     too_long = Refused(413, f"the body has more than {max_bytes:,} bytes; send less in one request")
     if (request.content_length or 0) > max_bytes:
         raise too_long
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        # Else aiohttp would take these bytes for the start of a reply, and could not reply to a later error.
+        # With a size above 0, aiohttp would take `100 Continue` for the start of a reply, and could not reply to a later error.
         request.writer.output_size = 0
     body = bytearray()
     body_deadline = anyio.current_time() + BODY_S
@@ -128,8 +128,8 @@ class _Connections(web.Server):
             logger=log,
             # aiohttp would decompress a body before the key is checked.
             auto_decompress=False,
-            # Cancels the handler of a client that disconnects. The group of such a client is not pushed, because the client may
-            # send it again, and no tokens are sampled that nobody waits for.
+            # Cancels the handler of a client that disconnects: nobody would receive the tokens that the handler samples. If groups
+            # of the request are not pushed yet, they are not pushed at all, because the client may send the request again.
             handler_cancellation=True,
             keepalive_timeout=IDLE_S,
             lingering_time=_LINGER_S,

@@ -2,8 +2,8 @@
 
 As a rule a safetensors checkpoint in bfloat16 or float16 is mapped into memory, not copied. The policy casts its weights one by one
 on the device, so a process needs little host memory besides the page cache, which all processes of a machine share. Other sources
-are loaded into host memory in float32. If `ModelConfig.dtype` is float64, checkpoints are loaded in float64, and a function's
-float64 weights stay. Checkpoints that transformers would silently load with wrong weights or settings are refused.
+are loaded into host memory in float32. With `dtype: float64` (ModelConfig) unmapped checkpoints are loaded in float64, and float64
+weights from a function stay float64. A checkpoint is refused if transformers would silently load wrong weights or settings.
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ def load_policy(
     """(policy, tokenizer). Errors: ConfigError.
 
     seed: of the random weights of `random_init` and of adapters; also the argument of a function in `model.path`.
-    choose: chooses the path. None: fused if the layers allow it, else packed, without the comparisons of the gate.
+    choose: chooses the path. None: fused if the layers allow it, packed if not. The gate then compares no path.
     longest: tokens of the longest row of a run, for rotary frequencies that depend on the length of a row (rotary.py). None:
-    transformers computes the frequencies for each row.
-    """
+    transformers computes the frequencies for each row."""
     if config.lora.rank:
         require_peft()
     require_head_kernel(config.head_kernel, torch.device(device), DTYPES[config.dtype])
@@ -102,7 +101,7 @@ def load_served(
     module, tokenizer = load_module(config, seed)
     path = None if choose is None else choose(module)
     hold_rotary(module, longest)
-    # `host_model` keeps the loaded tensors. The policy copies the weights out of them.
+    # The policy rebinds the parameters of `module` to its buffer. `host_model` has other parameters, which keep the loaded tensors.
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
     host_model = copy.deepcopy(module, shared)
     policy = PolicyModel(
@@ -143,7 +142,7 @@ def require_saveable(module: PreTrainedModel, tokenizer: Any) -> None:
 
 def require_ids_fit(module: PreTrainedModel, tokenizer: Any) -> None:
     """Errors: ConfigError if a token id of the tokenizer or of the configurations has no row in the embedding."""
-    embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation
+    embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # annotated as Module
     rows = embedding.weight.shape[0]
     # A text model may share its tokenizer with a model of images, whose placeholder tokens have no rows here (Gemma 3).
     placeholders = {getattr(tokenizer, f"{kind}_token", None) for kind in ("image", "audio", "video")}
@@ -174,8 +173,8 @@ def load_reader(
 
 
 def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """(model on the host, tokenizer of a builder function, or None without a builder). Dtype of the weights: see the module
-    docstring. Errors: ConfigError."""
+    """(model on the host, tokenizer). The tokenizer comes from a builder function, and is None without a builder. Dtype of the
+    weights: see the module docstring. Errors: ConfigError."""
     refuse_unread_settings(config)
     if is_builder(config):
         module, tokenizer = _call_builder(config, seed)
@@ -207,8 +206,7 @@ def _call_builder(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]
     return module, tokenizer
 
 
-# Key: builder, dtype of the masters. Value: model on the meta device, tokenizer. A run asks for them half a dozen times before it
-# loads the weights.
+# Key: builder, dtype of the masters. Value: model on the meta device, tokenizer. A run needs both often before it loads weights.
 _meta_models: dict[tuple[Callable[[int], Any], torch.dtype], tuple[PreTrainedModel, Any]] = {}
 
 
@@ -252,7 +250,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def load_tokenizer_of(config: ModelConfig) -> Any:
-    """The tokenizer that the function in `model.path` returns, or else the result of `load_tokenizer`. Keeps no weights."""
+    """The tokenizer of the function in `model.path`. Without a function: the result of `load_tokenizer`. Keeps no weights."""
     return _describe_built(config)[1] if is_builder(config) else load_tokenizer(config)
 
 
@@ -278,7 +276,7 @@ def describe_module(config: ModelConfig) -> PreTrainedModel:
         with torch.device("meta"):
             module = _of_config(config, load_model_config(config))
         if not config.random_init:
-            # Without a generation_config.json, `generation_config` stays as made from the model's configuration.
+            # Without a generation_config.json the model keeps the generation settings from its configuration.
             with contextlib.suppress(OSError):
                 module.generation_config = GenerationConfig.from_pretrained(model_source(config))
     module.tie_weights()
@@ -332,7 +330,7 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
 
 
 def _read(config: ModelConfig, settings: PretrainedConfig, path: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """(model, loading info) by `from_pretrained`. The weights keep a narrow dtype if the model is then the same as in float32."""
+    """(model, loading info) by `from_pretrained`. The weights stay in bfloat16 or float16 if `_complete_float32` succeeds."""
     kind = _class_of(settings)
     options = {**WITH_REPORT, **NO_REMOTE_CODE, **({"gguf_file": config.gguf_file} if config.gguf_file else {})}
     narrow = None if config.gguf_file else _narrow_dtype(_safetensors_files(path))
@@ -360,7 +358,7 @@ def _safetensors_files(path: str) -> list[str]:
 
 
 def _narrow_dtype(files: list[str]) -> torch.dtype | None:
-    """bfloat16 or float16, if that is the dtype of all floating-point tensors in the files. Else None."""
+    """bfloat16 or float16, if that is the dtype of all floating-point tensors in the files. None in all other cases."""
     kinds = set()
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -385,7 +383,7 @@ def _complete_float32(module: PreTrainedModel) -> str | None:
     narrow = {name: buffer for name, buffer in module.named_buffers() if _is_narrow(buffer)}
     wide: dict[str, Tensor] = {}
     if not narrow.keys() <= saved:
-        # The class computed buffers in the dtype of the files. A second model, with empty weights, has them in float32.
+        # The class computed buffers in the dtype of the files. A second model with empty weights computes them in float32.
         with no_init_weights():
             wide = dict(type(module)._from_config(copy.deepcopy(module.config), dtype=torch.float32).named_buffers())
     for name, buffer in narrow.items():
@@ -439,8 +437,8 @@ def _of_config(config: ModelConfig, settings: PretrainedConfig, **options: Any) 
 
 
 def require_all_weights(report: Mapping[str, Any], source: str, advice: str) -> None:
-    """Errors: ConfigError if the checkpoint lacks a weight, or has one of another shape: transformers would leave it random.
-    `report`: loading info of `from_pretrained`. `source`: the message's first words. `advice`: its last words if one is missing."""
+    """Errors: ConfigError if the checkpoint lacks a weight or has another shape for it: transformers would leave the weight random.
+    `report`: loading info of `from_pretrained`. `source`: the message's first words. `advice`: last words, for a missing weight."""
     mismatched = sorted(report.get("mismatched_keys", ()))
     if mismatched:
         name, actual, expected = mismatched[0]
@@ -457,8 +455,8 @@ def require_all_weights(report: Mapping[str, Any], source: str, advice: str) -> 
 
 def _repair(config: PretrainedConfig) -> PretrainedConfig:
     """Changes `config` in place, and returns it. Rounds the epsilon of norms, which GGUF files store as float32
-    (9.999999747378752e-06), and removes the mark of quantization, since transformers dequantizes GGUF weights. Errors: ConfigError
-    for other quantized checkpoints."""
+    (9.999999747378752e-06). Removes the quantization settings of GGUF, because transformers dequantizes GGUF weights.
+    Errors: ConfigError for other quantized checkpoints."""
     if hasattr(config, "quantization_config"):
         method = config.quantization_config
         method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", None)

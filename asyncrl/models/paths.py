@@ -1,4 +1,4 @@
-"""The three paths: the ways to run a model. The gate (runtime/gate.py) compares paths with transformers and chooses one.
+"""The three paths: the ways to run a model. The gate (runtime/gate.py) compares paths with transformers and chooses a path.
 
 | path   | code that computes a layer                              | models, for example (more: docs/models.md)               |
 |--------|---------------------------------------------------------|----------------------------------------------------------|
@@ -19,8 +19,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ModelPath:
-    """A path; `plain` has variants. Other fields than `name` affect only `plain`. `attention`: of transformers. `padded`: rows
-    share a forward, padded on the right. `cached`: sampling uses a cache; else each token takes a forward over its row."""
+    """A path. The fields after `name` are for variants of `plain`. `attention`: transformers' implementation. `padded`: rows
+    share a forward, padded on the right. `cached`: sampling uses a cache; False: a forward over the row for each sampled token."""
 
     name: Literal["fused", "packed", "plain"]
     attention: Literal["sdpa", "eager"] = "eager"

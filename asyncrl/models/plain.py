@@ -2,7 +2,7 @@
 
 Packed trees are split into rows, each from a root to a leaf. An inner node is in several rows, and its hidden states are read from
 the row that runs first. With `padded`, rows share a forward and are padded on the right, where causal layers do not see
-the padding. Otherwise each row runs alone.
+the padding. Without `padded` each row runs alone.
 
 Shape legend: T packed tokens, E hidden size, R rows of one forward, L tokens of the longest row.
 """
@@ -32,7 +32,7 @@ class PlainForward:
     def hidden(self, tokens_T: Tensor, plan: TreePlan) -> Tensor:
         """[T] -> [T, E], the decoder's last hidden states. Differentiable."""
         rows = plan.sequences()
-        index_T = np.full(plan.tokens, -1, np.int64)  # of each token in cat(parts); -1: not yet known
+        index_T = np.full(plan.tokens, -1, np.int64)  # index of each token in cat(parts); -1: not yet known
         parts, total = [], 0
         for batch in self._batches(rows):
             length = max(row.size for row in batch)

@@ -70,7 +70,7 @@ class PolicyModel:
         transform: HeadTransform | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """path: the result of the gate (runtime/gate.py). None: fused if possible, else packed, without the gate's comparison.
+        """path: how to compute the forward, chosen by runtime/gate.py. None: the fused path if possible, else the packed path.
         lora: if its rank is above 0, the weights are frozen and adapters are trained, with random initial values from `seed`.
         served: the modules only read the weights. Another object or process has the masters, which the optimizer updates.
         transform: the scale and cap of the logits. None: `head_transform` finds them by a forward of the model.
@@ -134,12 +134,10 @@ class PolicyModel:
 
     @property
     def config(self) -> PretrainedConfig:
-        """The transformers configuration of the model."""
         return self.module.config
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.flat.master.device
 
     @property
@@ -217,7 +215,7 @@ class PolicyModel:
         copies: dict[tuple[Any, ...], Tensor] = {}
         state: dict[str, Tensor] = {}
         for name, tensor in self.module.state_dict().items():
-            # A buffer may be a part of another one, which begins at the same address.
+            # A buffer may be a part of another buffer that begins at the same address.
             key = tensor.data_ptr(), tensor.shape, tensor.stride()
             if key not in copies:
                 copies[key] = tensor.detach().to("cpu", copy=True)
@@ -256,7 +254,7 @@ def move_buffers(module: nn.Module, device: torch.device | None) -> None:
 
 
 def prepare(module: PreTrainedModel, path: ModelPath = PACKED, dtype: torch.dtype = torch.float32) -> None:
-    """Sets eval mode, makes all parameters trainable, and installs asyncrl's attention and norms unless the path is plain. `dtype`:
+    """Sets eval mode and makes all parameters trainable. If `path` is not plain, installs asyncrl's attention and norms. `dtype`:
     of matrix products. Errors: ConfigError if the model is not supported."""
     refuse_unsupported(module)
     if dtype == torch.float64 and has_experts(module):

@@ -1,12 +1,13 @@
 """Builds a probe: a small model of the same class as the run's model, with a part of its weights.
 
-At the start of a run the gate (runtime/gate.py) compares the probe on each path with transformers. The comparison tests code, which
-depends on class and configuration, so the sizes may be smaller:
+At the start of a run the gate (runtime/gate.py) compares the probe on each path with transformers. The comparison tests code. Which
+code runs depends on class and configuration, so the sizes may be smaller:
 
-    layers             the first layers, at least two, until there is one of each kind
+    layers             the first layers, at least two, until there is a layer of each kind
     vocabulary         the first tokens
-    width              the first heads, the first units of the MLPs, and the first values of the hidden size, if the class allows it
-    windows, contexts  so small that a short row exceeds them (contexts of length-dependent frequencies: only with `long_rows`)
+    width              if the class allows it: the first heads, the first values of the hidden size, and the first units of the MLPs
+    windows, contexts  shorter than the longest compared row. If rotary frequencies depend on the length of a row, their original
+                       context is shortened only with `long_rows`
     weights            the model's own, but very small weights are scaled up and constants (1 in a norm, 0 in a bias) get noise,
                        because the comparison would not notice if a path left such a weight out
 """
@@ -42,8 +43,8 @@ _MLP_SIZES = (
 )  # fmt: skip
 # Attributes that `_kind` ignores, because they may differ between layers of one kind.
 _DIFFERS_WITHIN_A_KIND = {"layer_idx", "layer_id", "layer_number", *vars(nn.Module())}
-# Widths of a probe, from narrow to wide. "heads": fewer heads, and a hidden size that is smaller by the same factor. "stream":
-# fewer heads, and an even smaller hidden size. "whole": the width of the model.
+# Widths of a probe, from narrow to wide. "stream": fewer heads, and a hidden size that is smaller than with "heads". "heads": fewer
+# heads, and a hidden size that is smaller by the same factor. "whole": the width of the model.
 Width = Literal["stream", "heads", "whole"]
 WIDTHS: tuple[Width, ...] = get_args(Width)
 _SIMPLE_TYPES = (bool, int, str, type(None))  # of the settings that `_kind` compares
@@ -58,7 +59,6 @@ def build_probe(
 ) -> PreTrainedModel:
     """A small float32 model of the class of `module`, in eval mode. If `module` is on the meta device, the weights are random.
 
-    width: see `WIDTHS`. Not every class can be built with fewer heads.
     long_rows: whether rows of the run exceed the original context of rotary frequencies that depend on the length (rotary.py). If
     true, the original context of the probe is `CONTEXT` tokens.
 
@@ -68,7 +68,7 @@ def build_probe(
     probe = _build(module, width, long_rows)
     head = probe.get_output_embeddings()
     with torch.no_grad():
-        # Copies the first values of each dimension, of all parameters and of the buffers that a checkpoint has.
+        # For each parameter, and each buffer that a checkpoint has: copies the first values of each dimension.
         for name, target in probe.state_dict(keep_vars=True).items():
             source = _find_tensor(module, name)
             if source is not None and _fits(source, target):
@@ -91,11 +91,8 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 @torch.no_grad()
 def position_limit(module: PreTrainedModel, longest: int, *, width: Width = "whole") -> int | None:
-    """None if the model can run a row of `longest` tokens. Otherwise `max_positions`: longer rows fail, for example because of a
-    table of positions.
-
-    Runs a probe with `CONTEXT` positions on the host. Errors: any exception of the class, if it cannot be built at this width.
-    """
+    """None if the model can run a row of `longest` tokens; `max_positions` if not, for example because of a table of positions.
+    Runs a probe with `CONTEXT` positions on the host. Errors: any exception of the class, if it cannot be built at this width."""
     limit = max_positions(module.config)
     if limit is None or longest <= limit:
         return None
@@ -154,7 +151,7 @@ def _probe_config(module: PreTrainedModel, layers: int) -> PretrainedConfig:
     config = copy.deepcopy(module.config)
     text = config.get_text_config()
     text.num_hidden_layers = layers
-    # A list of this length has a value for each layer.
+    # A list whose length is the number of layers has a value for each layer.
     for name, value in vars(text).items():
         if isinstance(value, (list, tuple)) and len(value) == module.config.get_text_config().num_hidden_layers:
             setattr(text, name, type(value)(value[:layers]))
@@ -199,7 +196,7 @@ def _narrow(text: PretrainedConfig, *, stream: bool) -> None:
         if getattr(text, "num_key_value_heads", None) is not None:
             text.num_key_value_heads = fewer_key_heads
         if stream and isinstance(getattr(text, "head_dim", None), int):
-            # Many classes require a multiple of the number of heads. The remainder after full vectors stays (see `_fewer_heads`).
+            # Many classes require a multiple of the number of heads. The remainder modulo `LANES` stays (see `_fewer_heads`).
             heads, hidden = text.num_attention_heads, text.hidden_size
             fitting = (n for n in range(_SMALL_HIDDEN, hidden) if not (n % heads or (hidden - n) % native.LANES))
             text.hidden_size = next(fitting, hidden)
@@ -212,9 +209,9 @@ def _narrow(text: PretrainedConfig, *, stream: bool) -> None:
 def _fewer_heads(heads: int, key_heads: int, hidden: int) -> tuple[int, int, int]:
     """(query heads, key heads, hidden size) of the probe: two key heads, or one if the model has one.
 
-    The native kernels compute four query heads of one key head and 16 values of a row at once, then the remainder. The probe keeps
-    both remainders, so that it runs the same code. Up to eight query heads per key head are kept. More become 5 to 8. If two key
-    heads are impossible, all three numbers are divided by the largest common divisor that keeps the remainder of `hidden`.
+    The native kernels compute four query heads of one key head at once, and 16 values of a row at once. Remainders take other code,
+    so the probe keeps both remainders. Up to eight query heads per key head are kept. More become 5 to 8. If no such numbers exist,
+    the model's numbers are divided by the largest common divisor that keeps `hidden`'s remainder and two key heads.
     """
     per_key_head, remainder = divmod(heads, key_heads)
     fewer_heads = min(key_heads, 2) * (per_key_head if per_key_head <= 8 else 5 + (per_key_head - 1) % 4)
@@ -227,8 +224,8 @@ def _fewer_heads(heads: int, key_heads: int, hidden: int) -> tuple[int, int, int
 
 
 def _layers_with_all_kinds(module: PreTrainedModel) -> int:
-    """The number of first layers that contain every kind of layer, and at least two, if the model has two. The number of all layers
-    if `_stacks` finds none."""
+    """The number of first layers that contain every kind of layer, and at least two, if the model has two. If `_stacks` finds no
+    list of layers: the number of all layers."""
     text = module.config.get_text_config()
     total = int(text.num_hidden_layers)
     stacks = list(_stacks(module, total))

@@ -35,7 +35,7 @@ _MAX_BUFFER_BYTES = 4 << 20
 
 
 def describe_extras(policy: PolicyModel) -> dict[str, Any] | None:
-    """Buffers and logits transform of the model as JSON values. None if they are too large for a message."""
+    """Buffers and logits transform of the model as JSON values. None if the buffers are too large for a message."""
     buffers = dict(policy.module.named_buffers(remove_duplicate=False))
     if sum(buffer.nbytes for buffer in buffers.values()) > _MAX_BUFFER_BYTES:
         return None
@@ -109,7 +109,7 @@ def open_reader(
 
 
 def _set_parameters(module: nn.Module, views: Mapping[str, Tensor]) -> None:
-    """Replaces each matrix by its view and each vector by a float32 copy. (`PolicyModel` copies all of them to its buffer.)"""
+    """Replaces each matrix by its view and each vector by a float32 copy. `PolicyModel` copies all of them to a flat buffer."""
     replacements: dict[int, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         view = views[name]

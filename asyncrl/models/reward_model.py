@@ -4,7 +4,7 @@
 
 * Texts are tokenized with the reward model's tokenizer. With a chat template, a prompt string becomes a user message and a
   completion string an assistant message. Without a template, prompt and completion are concatenated, with special tokens.
-* A text above `max_tokens` (default: the lower limit of model and tokenizer) is never cut: it gets no score (rewards/pool.py).
+* A text above `max_tokens` is never cut: it gets no score. The default is the smaller of the model's and the tokenizer's limits.
 * Except for rounding, the score of a text does not depend on the other texts of its batch. Loading tests this with a short and a
   long row, alone and together, and refuses a module that ignores its mask. A text is never padded so far that the model would use
   other rotary frequencies (rotary.py) for it.
@@ -64,8 +64,7 @@ class RewardModel:
     ) -> None:
         """`dtype`: of the weights. `tokens`: limit of a batch, padding included; a longer text is a batch of its own.
 
-        Errors: ConfigError if the module returns no logits, if `label` chooses none of its outputs, or if it ignores its mask.
-        """
+        Errors: ConfigError if the module returns no logits or ignores its mask, or if `label` chooses no output of the module."""
         self.name = reward_model_name(config)
         self.module = _moved(module, device, DTYPES[dtype]).eval().requires_grad_(False)
         self._tokenizer = tokenizer
@@ -119,7 +118,7 @@ class RewardModel:
             yield batch
 
     def scores(self, texts: Sequence[TokenIds]) -> list[float]:
-        """One score for each text. Errors: RewardError if `_chosen_output` finds none; and any error of the module."""
+        """One score for each text. Errors: RewardError of `_chosen_output`, and any error of the module."""
         longest = max(len(text) for text in texts)
         pad = 0 if self._pad is None else self._pad
         ids_BL = torch.tensor([text + [pad] * (longest - len(text)) for text in texts], device=self._device)
@@ -171,8 +170,7 @@ class RewardModel:
 def load_reward_model(
     config: RewardModelConfig, dtype: str, device: torch.device, tokens: int, seed: int = 0
 ) -> RewardModel:
-    """`dtype`: of the weights, if `config` names none. `tokens`: limit of a batch. `seed`: for a builder function. Errors:
-    ConfigError."""
+    """`dtype`: of the weights, if `config` has no dtype. `tokens`: limit of a batch. `seed`: for a builder. Errors: ConfigError."""
     dtype = config.dtype or dtype
     if is_import_path(config.path):
         module, tokenizer = _call_builder(config.path, seed)
@@ -206,8 +204,8 @@ def predict_sizes(config: RewardModelConfig, dtype: str, tokens: int) -> Sizes:
 
 
 def _activation_bytes(module: nn.Module, width: int, tokens: int) -> int:
-    """The most bytes of activations in one layer: six tensors of the hidden size (states, queries, keys, values), three of the size
-    of the MLP (gate, up and their product), and two float32 tensors in a norm. 0 for a module without a configuration."""
+    """The most bytes of activations in one layer: six tensors of the hidden size (such as queries, keys and values), three of the
+    size of the MLP (gate, up and their product), and two float32 tensors in a norm. 0 for a module without a configuration."""
     text = _text_config(module)
     if text is None:
         return 0

@@ -1,8 +1,8 @@
 """Rotary frequencies that depend on the length of a row (`longrope` and `dynamic` scaling), chosen once for a run.
 
 transformers chooses the frequencies in every forward, by the longest row. When a row grows past the original context (the longest
-row without scaling), all its tokens get other frequencies. Then its earlier tokens were sampled by another model, cached keys are
-wrong, and a short row depends on the other rows of its batch. In asyncrl the longest row that a run can have decides for all rows:
+row without scaling), all its tokens get other frequencies. Then its cached keys are wrong, its sampled tokens have other log-probs,
+and a short row depends on the other rows of its batch. In asyncrl the longest row that a run can have decides for all rows:
 
 | `rope_type` | rows of the run stay within the original context | rows may grow past it                                 |
 |-------------|--------------------------------------------------|-------------------------------------------------------|
@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 
-# A made-up `rope_type`. transformers changes frequencies only for `longrope` and `dynamic` types, so these frequencies stay.
+# A made-up `rope_type`. transformers changes the frequencies of `longrope` and `dynamic` types, but not of this type.
 HELD = "held"
 
 

@@ -22,15 +22,15 @@ class Routes:
         self, layers: int, replayed_TLk: Tensor | None = None, experts: int = 0, *, keep_logits: bool = False
     ) -> None:
         """layers: number of layers with experts. experts: number of experts of a layer, for a replay.
-        replayed_TLk: indices of the experts to take, below `experts`. If it is None, or where all k are -1, the router chooses.
+        replayed_TLk: experts to take, below `experts`; -1 in all k places: the router chooses. None: all routers choose.
         keep_logits: whether to keep the logits of the routers with their graph, for the load-balancing loss."""
         self._layers = layers
         self._replayed_TLk = replayed_TLk
         self._experts = experts
-        # bool []: whether a replayed index was not the index of an expert. Such indices are clamped.
+        # 0-d bool: whether a replayed index was outside of [0, experts). Such indices are clamped.
         self.outside = torch.tensor(False)
         self._keep_logits = keep_logits
-        self.chosen: dict[int, Tensor] = {}  # layer -> [T, k] int64, in the router's order
+        self.chosen: dict[int, Tensor] = {}  # layer -> [T, k] int64, not sorted
         self.logits: dict[int, Tensor] = {}  # layer -> [T, E]
 
     def choose(self, layer: int, router_Tk: Tensor) -> Tensor:

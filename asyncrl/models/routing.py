@@ -1,11 +1,11 @@
-"""Recording and replaying which experts a model's routers choose (R3: Ma et al., arXiv:2510.11370), around transformers' own code.
+"""Records and replays which experts a model's routers choose (R3: Ma et al., arXiv:2510.11370).
 
-A router takes the top k of its scores with one call of `torch.topk`. In a replay that call returns the recorded indices, and the
-current scores at these indices, `scores.gather(indices)`. Everything else is the model's own code, so the weights are normalised as
-before and gradients flow through the scores of the chosen experts. A replay of the router's own indices gives the result of
+A router takes the top k of its scores with one call of `torch.topk`. In a replay, this call returns the recorded indices, and the
+current scores at these indices, `scores.gather(indices)`. The model's own code does everything else: it normalises the weights of
+the experts, and gradients flow through the scores of the chosen experts. A replay of the router's own indices gives the result of
 `topk`, bit for bit.
 
-To find the routers, each candidate is run once on a few rows (`_replayable_size`).
+To find the routers, every module that may be a router is run once on a few rows (`_replayable_size`).
 
 Shape legend: T tokens of a forward, L layers with experts, k experts a token, E experts.
 """
@@ -35,7 +35,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 @dataclass(frozen=True, slots=True)
 class RoutesShape:
-    """The number of layers with experts, of experts that each token takes in a layer (`k`), and of all experts of a layer."""
+    """`layers`: number of layers with experts. `k`: experts that each token takes in a layer. `experts`: all experts of a layer."""
 
     layers: int
     k: int
@@ -108,7 +108,7 @@ class Routing:
         return None if found is None else cls(module, *found)
 
     def _enter(self, child: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        # Only attention gets the plan. Another child may run between attention and the router.
+        # Only attention gets the plan. Another child may run between attention and the router, and must not clear `current`.
         if PLAN_ARGUMENT in kwargs:
             self.current = kwargs[PLAN_ARGUMENT].routes
 
@@ -159,7 +159,7 @@ def require_routing(routing: Routing | None, module: PreTrainedModel, setting: s
 
 def describe_routes(module: PreTrainedModel) -> RoutesShape | None:
     """The shape of the routes, read from the shapes of the routers, so the model may be on the meta device. None if there are no
-    routers, or routers of different sizes. This does not show that the routers can replay (`find_routers` does)."""
+    routers, or routers of different sizes. Only `find_routers` shows whether the routers can replay."""
     blocks = getattr(decoder_of(module), "layers", None)
     mixtures = [layer for layer in blocks if _holds_experts(layer)] if isinstance(blocks, nn.ModuleList) else []
     sizes = [{size for part in layer.modules() if (size := _router_size(part))} for layer in mixtures]
@@ -180,8 +180,9 @@ def _router_size(part: nn.Module) -> tuple[int, int] | None:
 
 
 def find_routers(module: PreTrainedModel) -> tuple[list[tuple[nn.Module, nn.Module]], RoutesShape] | None:
-    """(layer, router) of every layer with experts, and the shape of the routes. None if no layer has experts, if routers differ in
-    shape, or if a layer with experts lacks an attention or has not exactly one router that can replay. Runs each candidate once."""
+    """(layer, router) of every layer with experts, and the shape of the routes. None in these cases: no layer has experts; a layer
+    with experts has no attention; a layer with experts does not have exactly one router that can replay; another layer has such a
+    router; routers differ in shape. Runs every module that may be a router once."""
     if not has_experts(module):
         return None
     layers = getattr(decoder_of(module), "layers", None)

@@ -5,8 +5,8 @@
     clear      before `claim`: the group was sent to another rank
     unclaim    after `claim`: the step was aborted, and the group can be claimed again
 
-On its rank only `GroupBook.end` releases the slot of an untrained group. So every admitted group ends exactly once, even if several
-pumps find at the same time that the group cannot be trained. A `GroupBook` may be used only on the thread of the event loop.
+Only `GroupBook.end` releases the slot of an untrained group of this rank. So every admitted group ends exactly once, even if
+several pumps find at the same time that the group cannot be trained. Use a `GroupBook` only on the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from asyncrl.data.store import Column, Rows, Store
 from asyncrl.ports import Ledger
 from asyncrl.types import Group, Ticket
 
-# Each reason is the name of a metric. Errors of environments may all have different texts, so further reasons become OTHER_REASON.
+# Each reason names a metric. Errors of environments may all differ, so reasons after the first MAX_REASONS become OTHER_REASON.
 MAX_REASONS = 50
 OTHER_REASON = "another reason"
 
 
 class GroupIds:
-    """Ids for groups that are not made from a prompt of this run: `first`, `first + stride`, ... `stride`: the number of ranks, so
-    that no two ranks use the same id."""
+    """Ids for groups that are not made from a prompt of this run: `first`, `first + stride` and so on. `stride` is the number
+    of ranks, so that no two ranks use the same id."""
 
     def __init__(self, first: int, stride: int) -> None:
         self.next = first
@@ -48,7 +48,7 @@ class GroupBook:
         self.on_ready: Callable[[], None] = lambda: None  # called for each group that can be claimed
         # Called with the ids of groups that were dropped, failed, trained, or sent to another rank.
         self.on_end: Callable[[Sequence[int]], None] = lambda group_ids: None
-        # If True, `end` does not release the leases of a group, because the next run can still train the group.
+        # If True, `end` keeps the leases of a group (its records in the ring of a producer), so that the next run can train it.
         self.training_ended = False
         # Held while a step changes the weights, and by an evaluation while the weights must not change.
         self.weights_lock = asyncio.Lock()
@@ -61,7 +61,7 @@ class GroupBook:
         self.tickets[ticket.group_id] = ticket
 
     def remove(self, ticket: Ticket) -> bool:
-        """Take a group out of this book, because another rank may get it. Its rows stay. Returns False if it was not there."""
+        """Take a group out of this book, because another rank may get it. Its rows stay. Returns False if the book lacks it."""
         return self.tickets.pop(ticket.group_id, None) is not None
 
     def write(self, group_id: int, column: str, values: Column) -> None:
@@ -94,8 +94,8 @@ class GroupBook:
     async def end(
         self, group_id: int, outcome: Literal["dropped", "failed"], reason: str, *, release: bool = True
     ) -> bool:
-        """Release the slot of a group and clear its rows. With `release` also release its leases, unless `training_ended`. Returns
-        False, and does nothing, if the group has ended or is claimed by a step."""
+        """Release the slot of a group and clear its rows. If `release` and not `training_ended`, also release its leases. Does
+        nothing and returns False if the group has ended or is claimed by a step."""
         ticket = self.tickets.pop(group_id, None)  # before any await, so that only one caller ends the group
         if ticket is None:
             return False

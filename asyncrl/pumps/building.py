@@ -5,12 +5,12 @@
 `StepBuilder.microbatches` calls the stages in this order. The stages write their results into columns of rows, which packing reads.
 A stage that changes or replaces groups (penalties, replay, masks) returns new rows. The store keeps the rows of the claimed groups.
 
-* As in Atropos, `reward.scale_adv_by_len` multiplies each reward by the length of its member before the members of a group are
-  compared, and a member with `set_advantage_to_zero` in its metadata (`SILENT`) gets the advantage 0 after the comparison.
+* As in Atropos: before the members of a group are compared, `reward.scale_adv_by_len` multiplies each reward by the length of its
+  member. After the comparison a member with `set_advantage_to_zero` in its metadata (`SILENT`) gets the advantage 0.
 * An estimator may need statistics of the whole step. Then each rank sends its rewards and lengths (never texts), sorts the rewards
   of all ranks by group id, and computes all advantages. So the bits of the advantages do not depend on which rank has which group.
-* The groups of a step on all ranks, sorted by id, are cut into minibatches whose sizes differ by at most one. So minibatches do not
-  depend on the number of ranks. A rank may hold no group of a minibatch.
+* The groups of a step on all ranks, sorted by id, are cut into minibatches. So minibatches do not depend on the number of ranks.
+  Their sizes differ by at most one group. A rank may hold no group of a minibatch.
 * A group without a signal (all advantages are 0) keeps its place in the step and in the files of rollouts. A group of the replay
   buffer may be trained instead. The loss counts the replayed tokens; metrics of rewards, lengths and ages count the claimed group.
 """
@@ -102,8 +102,7 @@ async def subtract_reward_penalty(ports: Ports, step: Step, rows: list[Rows]) ->
 
 
 async def compute_advantages(ports: Ports, reader: RewardReader, rows: list[Rows], *, over_ranks: bool) -> Advantages:
-    """The advantages of these rows. `over_ranks`: compare the groups of all ranks. This is a collective, and raises if a rank has
-    ended."""
+    """The advantages of these rows. `over_ranks`: compare the groups of all ranks (a collective, which raises if a rank ended)."""
     groups = [group_rows.group for group_rows in rows]
     if over_ranks:
         parts = await ports.gather([(group.group_id, reader.group_rewards(group)) for group in groups])
@@ -145,7 +144,7 @@ async def write_advantages(
 
 
 async def minibatches(ports: Ports, rows: list[Rows]) -> list[list[Rows]]:
-    """The rows of each minibatch, in order. A collective, unless there is one minibatch."""
+    """The rows of each minibatch, in order. A collective if there are several minibatches."""
     count = ports.config.algorithm.minibatches
     if count == 1:
         return [rows]
@@ -204,7 +203,7 @@ def _has_signal(rows: Rows) -> bool:
 
 def split_skipped(ports: Ports, rows: list[Rows]) -> tuple[list[Rows], list[Rows]]:
     """(rows to train, rows to skip). `train.skip_zero_advantage` skips groups whose advantages are all 0, because they have no
-    gradient. `config.checks` refuses this setting for a loss with other terms."""
+    gradient. `config.checks` refuses this setting for a loss with terms that do not depend on advantages."""
     if not ports.config.train.skip_zero_advantage:
         return rows, []
     trained = [group_rows for group_rows in rows if _has_signal(group_rows)]
@@ -212,8 +211,8 @@ def split_skipped(ports: Ports, rows: list[Rows]) -> tuple[list[Rows], list[Rows
 
 
 async def write_logprobs(ports: Ports, rows: list[Rows]) -> list[Rows]:
-    """Compute the log-probs that the loss reads: of the reference model; and of the policy before the first optimizer step of the
-    batch, if further steps follow and `old_logprobs` is not `sampler`."""
+    """Compute the log-probs that the loss reads. `REFERENCE`: of the reference model. `OLD`: of the policy before the first
+    optimizer step of the batch, if further steps follow and `old_logprobs` is not `sampler`."""
     if ports.loss.needs_reference:
         await write_logprob_column(ports, REFERENCE, rows)
     algorithm = ports.config.algorithm
@@ -315,8 +314,8 @@ class RewardReader:
         return self.estimator.has_signal(self.group_rewards(group))
 
     def advantages(self, groups: Sequence[Group]) -> Advantages:
-        """Advantages by group id; if replies are compared, for each member the mean over its replies. `groups`: all groups of the
-        step if the estimator needs the whole step; else any groups."""
+        """Advantages by group id; if replies are compared, for each member the mean over its replies. If the estimator needs the
+        whole step, `groups` must be all groups of the step."""
         if self.gamma is not None:
             found = {group.group_id: self.turn_advantages(group) or [] for group in groups}
             return {group_id: np.array([values.mean() for values in of_turns]) for group_id, of_turns in found.items()}

@@ -40,7 +40,7 @@ class Claims:
         self.notify()
 
     async def claim_ready(self, step: Step) -> ClaimState:
-        """Claim all ready groups that can have a place in `step` now. Returns FULL if `step` can get no more groups, else WAIT."""
+        """Claim all ready groups that can have a place in `step` now. Returns WAIT if `step` may get more groups, FULL if not."""
         ports = self._ports
         while True:
             state, ticket = await ports.ledger.claim(ports.store.ready())
@@ -54,7 +54,7 @@ class Claims:
         """Whether the claimed groups of all ranks are too few for a step. Only valid when no further group can be claimed."""
         config = self._ports.config
         needed = 1 if config.train.partial_final_step else config.rollout.groups_per_step
-        # Each minibatch needs a group, because every step must advance the version by the same number.
+        # Each minibatch is one optimizer step and needs a group. With fewer groups a step would advance the version less.
         return self._ports.ledger.statistics().claimed < max(needed, config.algorithm.minibatches)
 
     def notify(self) -> None:

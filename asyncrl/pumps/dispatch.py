@@ -3,7 +3,7 @@
     rank 0                       messages on the line (TCP)      another rank
     one prompt cursor      ◀── prompts/next, prompts/admitted ── rollout pump
     evaluate pump          ── evaluate: rows, version ─────────▶ plays and scores these rows
-    recorder, summary      ◀── report: counts, reasons ───────── recorder, book
+    recorder, summary      ◀── report: counts, reasons ───────── recorder, book of groups
     end of the training    ── run/trained, run/ended ──────────▶ ends its pumps, then sends run/left
     lists of ranks         ◀── run/here ──────────────────────── has connected
                            ◀── run/begun ─────────────────────── joined the run, and generates from now on
@@ -48,7 +48,7 @@ class Dispatch:
     ) -> None:
         """`peers`: the ranks that generate, by their names on the line; "" is this rank.
         `in_order`: give a prompt only when the ledger has admitted all earlier prompts. So each step has the same groups in every
-        run. `listens`: the run accepts new ranks, so if no rank that generates is left, wait for a new one."""
+        run. `listens`: the run accepts new ranks, and waits for a new rank if no rank that generates is left."""
         self._line = line
         self._listens = listens
         self._recorder = recorder
@@ -57,7 +57,7 @@ class Dispatch:
         self._prompts: PromptSource | None = None
         self._ledger: Ledger | None = None
         self._started = asyncio.Event()
-        # Rank -> group id of its newest prompt, as long as the rank has not said that the ledger has admitted the group.
+        # Rank -> group id of its newest prompt, until the rank reports that the ledger has admitted the group.
         self._unadmitted: dict[str, int] = {}
         self._lost = Counter[str]()  # reason -> number of groups that lost ranks had
         self.reports: dict[str, Mapping[str, Any]] = {}  # rank -> its newest `Remote.report`
@@ -155,7 +155,7 @@ class Dispatch:
 
     def lose(self, peer: str, group_ids: Sequence[int]) -> None:
         """A rank is lost: other ranks play the prompts of its groups again. `group_ids`: the result of the ledger's
-        `lose_generator`. Between the two calls there must be no `await`: a checkpoint in between would miss these prompts."""
+        `lose_generator`. Between that call and this call there must be no `await`: a checkpoint there would miss these prompts."""
         self._generating_ranks = [other for other in self._generating_ranks if other != peer]
         self._lost["dropped: rank lost"] += len(group_ids)
         again = {*group_ids, self._unadmitted.pop(peer, -1)} - {-1}
@@ -179,7 +179,7 @@ class Dispatch:
 
     @property
     def reasons(self) -> Counter[str]:
-        """Reason, with the outcome before it -> number of groups of other ranks that were dropped or failed."""
+        """Outcome and reason, such as "dropped: rank lost" -> number of groups of other ranks that were dropped or failed."""
         total = +self._lost
         for report in self.reports.values():
             total.update(report["reasons"])
@@ -187,7 +187,7 @@ class Dispatch:
 
     async def evaluate(self, version: int, rows: Sequence[int], play: Play) -> list[Sample]:
         """Play these held-out rows on all ranks that generate. `play` plays the share of this rank. If a rank is lost, other ranks
-        play its rows. Errors: RankLost if no rank that generates is left, and none may join."""
+        play its rows. Errors: RankLost if no rank that generates is left, and no new rank may join."""
         scored: list[Sample] = []
         unplayed, ending = list(rows), set[str]()
         while unplayed:
@@ -227,7 +227,7 @@ class Dispatch:
         return {peer: rows[first:end] for peer, (first, end) in zip(peers, pairwise(ends), strict=True)}
 
     async def update_weights(self, version: int) -> None:
-        """Send the number of the version to the other ranks: the `ports.WeightSink` of `train.kind=dry_run`, without a model."""
+        """Send the number of the version to the other ranks, which have no model (`train.kind=dry_run`). See `ports.WeightSink`."""
         await self._broadcast(VERSION, {"version": version})
 
     async def send_trained(self) -> None:

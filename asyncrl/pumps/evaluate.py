@@ -9,7 +9,7 @@ The random numbers of a held-out prompt are the same at every version, because i
 evaluations differ only by the weights. Only one evaluation runs at a time. `Evaluations` runs an evaluation in one of two ways:
 
     the engine cannot pin version v, or the run begins or ends with v ──▶ the training waits until v is evaluated and reported
-    otherwise ──▶ the engine pins v, and a task evaluates v during later steps. It reports v, then the versions published meanwhile
+    all other cases ──▶ the engine pins v. A task evaluates v during later steps. It reports v, then versions published meanwhile
 
 If ranks have different roles (`distributed.roles`), rank 0 spreads the prompts over the ranks that generate (`dispatch.py`), and
 the training waits for their answers.
@@ -59,14 +59,14 @@ Play: TypeAlias = Callable[[int, Sequence[int]], Awaitable[list[Sample]]]
 Spread: TypeAlias = Callable[[int, Sequence[int], Play], Awaitable[list[Sample]]]
 # Called with the metrics of a version. They are empty if the version was not evaluated.
 Report: TypeAlias = Callable[[Mapping[str, float]], Awaitable[None]]
-# Values of `priority`. The engine serves the smallest first; a rollout's is its deadline. Without a pin the training waits for the
-# evaluation, so the evaluation comes before rollouts. With a pin the training waits for rollouts, so the evaluation comes last.
+# Values of `priority`. The engine serves the smallest first. A rollout has its deadline as `priority`. Without a pin the training
+# waits for the evaluation, so the evaluation comes first. With a pin the training waits for rollouts, so the evaluation comes last.
 _BEFORE_ROLLOUTS = -1
 _AFTER_ROLLOUTS = 1 << 30
 
 
 class EvaluatePump:
-    """Evaluates a version on held-out prompts. `name`: of the environment, for the names of metrics."""
+    """Evaluates a version on held-out prompts. `name`: the name of the environment, for the names of metrics."""
 
     def __init__(
         self, ports: Ports, prompts: Sequence[Prompt], name: str, newest: int = -1, spread: Spread | None = None
@@ -235,8 +235,8 @@ class Evaluations:
             await self._reported.wait()
 
     async def evaluate(self, version: int, report: Report, *, last: bool, beside: TaskGroup | None) -> None:
-        """Evaluate this version if due, and call `report` with its metrics; if not due, with empty metrics. `report` is
-        called after the reports of all earlier versions. `last`: this version is the last version of the run.
+        """If this version is due, evaluate it and call `report` with its metrics. If it is not due, call `report` with empty
+        metrics. `report` is called after the reports of all earlier versions. `last`: this version is the last version of the run.
         `beside`: if the engine pins the version, the evaluation runs in this task group, and this method does not wait for it."""
         if self._pump is None or not self._pump.due(version, last):
             if self._reported.is_set():

@@ -5,7 +5,7 @@ The follow pump, on a rank that only generates, stands in for the train pump and
     consumes     versions that this rank's engine has (`EngineVersion`)
     produces     releases: the ledger releases the slots of a step when every rank that generates has the step's weights
     waits for    the next version; the end of the run
-    is woken by  the receiver of weights, rank 0
+    is woken by  the receiver of weights; rank 0
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .evaluate import EvaluatePump
 from .metrics import COUNTED
 from .pipeline import Ports
 
-# Prefixes of the counts that `Remote.report` sends from a rank that builds steps, before its last report.
+# On a rank that builds steps, `Remote.report` sends the counts with these prefixes. The last report has further counts.
 GENERATED = ("engine/", "rollout/", "time/reward")
 
 
@@ -74,8 +74,8 @@ class Remote:
         evaluate: EvaluatePump | None,
         wait_version: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`prompts`: finds the prompt of an id from rank 0. `evaluate`: None without held-out prompts. `wait_version(v)` returns
-        when the engine has version v."""
+        """`prompts`: finds the prompt of a group id that rank 0 sends. `evaluate`: None without held-out prompts.
+        `wait_version(v)` returns when the engine has version v."""
         self._ports, self._prompts, self._evaluate, self._wait_version = ports, prompts, evaluate, wait_version
         self._started.set()
 
@@ -95,16 +95,16 @@ class Remote:
         await self._line.tell(ADMITTED, {})
 
     async def report(self, *, last: bool = False) -> None:
-        """Send the counts since the last report to rank 0. `last`: no step follows, so also send the counts of `StepPart`."""
+        """Send rank 0 the counts since the previous report. `last`: also send the counts of `StepPart`, because no step follows."""
         ports = self._ports
         samples: Mapping[str, Samples] = {}
         if ports.builds_steps:
-            # The `StepPart` of each step has the other counts.
+            # Each step's `StepPart` carries the other counts.
             counts = ports.recorder.take_counts((*GENERATED, *COUNTED) if last else GENERATED)
         else:
             counts, _, samples = ports.recorder.take_metrics()
             if ports.follows:
-                # The other counts are about the trainer. The leader sends them, and they must not count twice.
+                # This rank is a sibling (siblings.py). Its leader sends the same counts of the trainer, which must not count twice.
                 counts = {name: value for name, value in counts.items() if name.startswith((*GENERATED, *COUNTED))}
                 samples = {}
         header = {
@@ -119,7 +119,7 @@ class Remote:
             await self._line.tell(REPORT, header)
 
     async def report_often(self) -> None:
-        """Send reports until rank 0 is gone. Without them the watchdog of rank 0 would take a long episode here for a stall."""
+        """Send reports until rank 0 is gone. Without reports the watchdog of rank 0 would call a long episode here a stall."""
         ports, limits = self._ports, self._ports.config.watchdog
         # If rank 0 is lost, the pumps raise the error.
         with suppress(RankLost):
@@ -138,7 +138,7 @@ class Remote:
         await self._line.tell(BEGUN, {})
 
     async def leave(self) -> None:
-        """Notify rank 0 that all pumps of this rank have ended, and wait until rank 0 has closed the books."""
+        """Notify rank 0 that all pumps of this rank have ended, and wait until every group has ended in rank 0's ledger."""
         # Rank 0 may exit before its answer arrives here.
         with suppress(RankLost):
             await self.report(last=True)
@@ -182,8 +182,8 @@ class FollowPump:
         self._ports = ports
         self._remote = remote
         self._engine_version = engine_version
-        self._released = ports.ledger.turn  # this rank has released all turns below this one
-        self._begun = not remote.joins  # the ledger counts this rank among those that generate
+        self._released = ports.ledger.turn  # this rank has released all turns below this number
+        self._begun = not remote.joins  # the ledger counts this rank as a rank that generates
         self._advanced = anyio.Event()
 
     async def wait_version(self, version: int) -> None:
@@ -192,8 +192,8 @@ class FollowPump:
             await self._advanced.wait()
 
     async def wait_published(self, turn: int) -> None:
-        """Wait until the engine has the weights of the turns below `turn`. A rank that joined waits until the ledger counts it
-        among the ranks that generate, or until no step follows."""
+        """Wait until the engine has the weights of the turns below `turn`. A rank that joined waits instead until the ledger counts
+        it among the ranks that generate, or until no step follows."""
         if self._remote.joins:
             while not (self._begun or self._remote.trained.is_set()):
                 await self._advanced.wait()
@@ -218,7 +218,7 @@ class FollowPump:
                 version = await self._engine_version.next()
             # Shown only on a node that joined.
             ports.note(f"version {version} of the weights is here; groups played here: {ports.book.end_count}")
-            # Before the release: with the released slots rank 0 may complete a step, whose metrics should have these counts.
+            # Report first: with the released slots rank 0 may complete a step, and the step's metrics should have these counts.
             await self._remote.report()
             turn = ports.turn_of(version) - 1
             if not self._begun:

@@ -1,14 +1,14 @@
-"""Collects the members of groups from other processes, and hands whole groups to the intake.
+"""Collects the members of groups from other processes, and hands the groups to the intake.
 
     add ──▶ stash, by (epoch, group) ──whole──▶ queue ──▶ Intake.submit (waits for a slot) ──▶ trained or dropped
               │ incomplete: time-out, epoch over, too old, bad record
 
-* An epoch is here one run of a producer program, not a pass over data: a producer that restarts gets a new epoch.
-* With `rollout.late: wait` a group with versions is dropped and counted if every step up to its deadline is full: its producer
-  can play a new group with newer weights. A group without versions waits for its slot.
-* An incomplete group ends in four cases: `door.timeout_s` after its first member (`door.on_timeout`: drop the group, train the
-  members that came if they are at least two, or end the run); `door.reconnect_s` after the last producer of its epoch left; when a
-  member is too old to be trained; when a record of the group fails its checks.
+* Here an epoch is one run of a producer program, not a pass over data: a producer that restarts gets a new epoch.
+* With `rollout.late: wait` a group whose policy versions are known is dropped and counted if every step up to its deadline is full:
+  its producer can play a new group with newer weights. A group without known versions waits for its slot.
+* An incomplete group ends in four cases: `door.timeout_s` after its first member; `door.reconnect_s` after the last producer of its
+  epoch left; when a member is too old to be trained; when a record of the group fails its checks.
+* At the time-out `door.on_timeout` decides: drop the group, train its members if at least two came, or end the run.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from asyncrl.types import Prompt, Trajectory
 
 from .intake import Intake, release
 
-# The most incomplete groups in the stash. The rings bound their bytes.
+# Limit of the number of incomplete groups in the stash. The rings bound the bytes of these groups.
 MAX_INCOMPLETE = 4096
 # No real limit of whole groups that wait for slots: the rings bound the queue, as each queued group keeps its bytes in a ring.
 MAX_WHOLE = 1 << 30
-# The live view shows this many refusals, the first ones. All refusals are counted.
+# The live view shows the first MAX_NOTES refusals. All refusals are counted.
 MAX_NOTES = 10
 
 
@@ -81,8 +81,8 @@ class DoorGroups:
             "door", MAX_WHOLE, recorder
         )
         self._whole_in, self._whole = whole
-        # The producer's key of a group -> the group's id in this run, for the newest `TOMBSTONES` groups. Older ids are not needed,
-        # because the stash remembers as many ended groups.
+        # The producer's key of a group -> the group's id in this run, for the newest `TOMBSTONES` groups. Older ids are not needed:
+        # the stash, too, remembers only the newest `TOMBSTONES` ended groups.
         self._ids: OrderedDict[GroupKey, int] = OrderedDict()
         self._feeders: dict[int, set[bytes]] = {}  # epoch -> its connected producers
         self._ends: dict[int, float] = {}  # epoch without producers -> the time at which it ends
@@ -90,7 +90,7 @@ class DoorGroups:
         self._unscored: str | None = None  # message about the newest group whose scoring failed
 
     def close(self) -> None:
-        """End the queue of whole groups. Do not call `add` or `submit` afterwards."""
+        """End the queue. Do not call `add` or `submit` afterwards."""
         self._whole_in.close()
         self._whole.close()
 
@@ -152,7 +152,7 @@ class DoorGroups:
             self._note(f"door: refused: {self._counts.last_refusal}")
 
     async def submit(self) -> None:
-        """Hand whole groups to the intake, one after the other, until the training ends."""
+        """Hand the queued groups to the intake, one after the other, until the training ends."""
         # The training may end while a group waits for its slot.
         with contextlib.suppress(LifecycleError):
             async for group in self._whole:

@@ -22,8 +22,8 @@ A slot is the right of one group to be in the run. The ledger gives a slot to ea
 
 If ranks have different roles (`distributed.roles`), edge 4 leads to a training rank (`travel.py`). A rank that only trains has no
 rollout and score pumps. A rank that only generates has the follow pump (`follow.py`) instead of the train and publish pumps. With
-context parallelism (`distributed.context`) one rank of a set leads. The others, its siblings, have the sibling pump
-(`siblings.py`) instead of the train pump. A pump that ends closes its edges, which ends the `async for` of the next pump.
+context parallelism (`distributed.context`) one of the ranks that share a microbatch leads. The others, its siblings, have the
+sibling pump (`siblings.py`) instead of the train pump. A pump that ends closes its edges. This ends the next pump's `async for`.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Graph:
             self.time_is_up = True
             if self._only_submitted:
                 await self.drain()
-            elif self._ports.alone and self._follow is None:  # several ranks agree on a step and call `stop_at`
+            elif self._ports.alone and self._follow is None:  # several ranks agree on a step by `stop_at` instead
                 self._claims.stop_after_step()
             await self._finished.wait()
         if not self._training_completed:
@@ -278,7 +278,7 @@ class Graph:
             self._role_parts.departures.close()
 
     async def drain(self) -> None:
-        """Refuse further groups, train the accepted groups as far as they make steps, and drop the others."""
+        """Refuse further groups, and train the accepted groups. Drop the remainder if it is too small for a step."""
         if not self._finished.is_set():
             self._draining = True
             self._accept_groups(False)
@@ -336,7 +336,7 @@ class Graph:
         """Evaluate the held-out prompts at this version, if due, and call `report`: see `Evaluations.evaluate`. At the `first` and
         the `last` version of a run the training waits for the evaluation. Other evaluations may run during later steps."""
         if self._role_parts.remote is not None and self._evaluate is not None and self._evaluate.due(version, last):
-            # Rank 0 evaluates the version on other ranks. They get its weights only after all training ranks have sent them.
+            # Rank 0 lets ranks play the held-out prompts. These ranks get the weights only after all training ranks have sent them.
             await self._publish.sync()
         await self.evaluations.evaluate(
             version, report, last=last, beside=None if first or last else self._training_tasks
@@ -345,8 +345,8 @@ class Graph:
     def is_last_version(self) -> bool:
         """Whether it is known that no step follows the version that the trainer has now. All training ranks get the same answer."""
         ports = self._ports
-        # `ledger.finished` becomes True at a different moment on each rank, so it counts only without other ranks. With fsdp a
-        # rank that has seen the end would save the last version, and wait for the shard of a rank that has not.
+        # `ledger.finished` becomes True at a different moment on each rank, so it is used only if there are no other ranks. With
+        # fsdp a rank that has seen the end would save the last version, and wait for the shard of a rank that has not seen the end.
         return self._claims.finished or (ports.alone and ports.ledger.finished)
 
     @property

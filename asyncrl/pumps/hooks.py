@@ -3,8 +3,8 @@
     prompt ──before_group──▶ rollouts ──▶ rewards ──after_rewards──▶ filters ──▶ advantages ──after_advantages──▶ training
 
 Hooks are plain or async functions and run on the event loop: code that blocks or computes for more than a few milliseconds
-belongs in a reward function. A hook that returns `None` changes nothing. A hook that raises, or returns something of the wrong
-form, ends the run, or a call of `generate`, `submit` or `play`, with a `HookError`. Each rank calls hooks for its own groups.
+belongs in a reward function. A hook that returns `None` changes nothing. If a hook raises, or returns a value of the wrong form, a
+`HookError` ends the run, or the call of `generate`, `submit` or `play` that ran the hook. Each rank calls hooks for its own groups.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Pass `Runtime(config, hooks=Hooks(after_rewards=f))`, or name a `Hooks` object with `hooks: file.py:name` in the settings."""
+    """Pass a `Hooks` object: `Runtime(config, hooks=Hooks(after_rewards=f))`. Or name it in the settings: `hooks: file.py:name`."""
 
     # Called before a group is sampled. May return another prompt of the same group id.
     before_group: Callable[[Prompt], Maybe[Prompt]] | None = None
     # Called after all members are scored, before the filters. May return a group with other rewards (`dataclasses.replace`).
     after_rewards: Callable[[Group], Maybe[Group]] | None = None
-    # Called before a group is trained, with its advantages [G], read-only. May return other advantages.
+    # Called before a group is trained, with the group and its advantages [G] (read-only). May return other advantages.
     after_advantages: Callable[[Group, Numbers], Maybe[npt.ArrayLike]] | None = None
 
     @classmethod

@@ -1,7 +1,7 @@
 """The intake: groups from every source pass through the same stages before they can be trained.
 
     own rollouts:    slot, play                    ─┐
-    Runtime.submit:  check, slot                   ─┼─▶ rows, rewards ─▶ shaping ─▶ hook ─▶ filters ─▶ ready, sent, or dropped
+    Runtime.submit:  check, slot                   ─┼─▶ store and rewards ─▶ shaping ─▶ hook ─▶ filters ─▶ ready, sent, or dropped
     other processes: check, gather members, slot   ─┘
     (pumps/gathering.py)
 
@@ -31,7 +31,7 @@ from asyncrl.types import Group, Prompt, Ticket, Trajectory
 from .pipeline import Ports
 from .screen import OVERLONG, Reroll, Screen, shape_reward
 
-# The intake remembers this many ids of groups from outside, the newest ones, to refuse a second submit of a group.
+# The intake remembers the newest ids of groups from outside, up to this number, to refuse a second submit of a group.
 MAX_REMEMBERED_IDS = 65_536
 logger = logging.getLogger("asyncrl.pumps")
 
@@ -47,17 +47,17 @@ class Intake:
         self._submitted: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, oldest first
         self._components: set[str] = set()  # names of reward components from outside
         self._warned_of_one = False
-        self._closed = ""  # why `submit` and `play` are refused; empty: they are not
+        self._closed = ""  # why `submit` and `play` are refused; empty: open
         self._waiting: set[anyio.CancelScope] = set()  # a scope for each call that waits for a slot
         self._playing: dict[anyio.CancelScope, anyio.Event] = {}  # scope of a call of `play` -> set at its end
-        # Leases of groups refused because live groups hold all places up to the deadline. Released when the next group ends.
+        # Leases of groups that were refused because live groups hold all places. The leases are released when the next group ends.
         self._delayed_leases: list[Lease] = []
         ports.book.on_end = self._on_end
         self.ids = ports.ids
         self.scored = 0  # number of scored trajectories
 
     async def take(self, part: Group) -> Group | None:
-        """Score `part`: one member of a group, or all members. Returns the whole group after its last member, else None."""
+        """Score `part`: one member of a group, or all. Returns the group; None if members are missing or the group has ended."""
         group_id, book, store = part.group_id, self._ports.book, self._ports.store
         self._ports.recorder.gauge("queue/stash/depth", self.incomplete)
         if group_id not in book:  # the group has ended: another member failed, for example
@@ -92,9 +92,9 @@ class Intake:
         """Take a whole group whose members passed `check`. Waits for a slot, and scores members without a reward.
         `leases`: the memory of the group, lent by a producer. The leases are released after the group is trained or dropped.
 
-        Returns False, and drops the group, if it is too old for every free place in the steps. If the group is past its deadline,
-        its leases are released at once. Otherwise live groups hold the places, and the leases are released when the next group
-        ends. So a producer that is faster than the training fills its ring and waits, and keeps the event loop free.
+        Returns False, and drops the group, if no step up to the group's deadline has a free place. If the deadline has passed, the
+        leases are released at once. If live groups hold the places, the leases are released when the next group ends. So a fast
+        producer waits for room in its ring, and does not keep the event loop busy with refused groups.
         Errors: LifecycleError if the intake is closed, also while this method waits for a slot; DataError for a group that cannot
         be trained or has ended; LedgerError for a live group; VersionAhead. An error gives the slot back, but releases no lease."""
         ports = self._ports
@@ -141,7 +141,7 @@ class Intake:
         self, group_id: int, play_group: Callable[[Ticket], Awaitable[Group | None]]
     ) -> tuple[Trajectory, ...]:
         """Wait for a slot, play a group with `play_group`, and take the group. Returns its members with their rewards; no members
-        if the group failed, or was dropped before its rewards. Errors: LifecycleError as in `submit`; those of `play_group`."""
+        if the group failed, or was dropped before it was scored. Errors: LifecycleError as in `submit`; those of `play_group`."""
         self._check_open()
         ticket = await self._admit(group_id, None)
         assert ticket is not None, "a fresh group always gets a ticket"
@@ -266,7 +266,7 @@ class Intake:
 class ScorePump:
     """The score pump: gives played trajectories to the intake, which scores them.
 
-        consumes     trajectories, one by one or a whole group in member order (`reward.batch`): edge 3
+        consumes     trajectories, one by one or a whole group in member order (`reward.batch`): edge 3 of graph.py
         produces     scored groups in the store, through the intake (edge 4)
         waits for    a played trajectory; rewards
         is woken by  the rollout pump; reward workers

@@ -2,7 +2,7 @@
 
     groups of a rank --group_rows--> StepPart --gather--> the parts of all ranks --step_metrics--> one dictionary
 
-Of rewards, lengths and ages a part holds rows (a few numbers of each trajectory) instead of sums. So these metrics have the same
+For rewards, lengths and ages, a part holds numbers of each trajectory or group instead of sums. So these metrics have the same
 bits for every distribution of the groups over ranks. A run with one rank uses the same functions with one part.
 """
 
@@ -65,7 +65,7 @@ class StepPart:
     groups: tuple[GroupRows, ...]
     # Metrics that are summed over ranks, by name.
     sums: Mapping[str, float] = field(default_factory=dict)
-    # The age, in versions, of each replayed group. Each was trained in place of one of `groups`.
+    # The age, in versions, of each replayed group. A replayed group was trained in place of one of `groups`.
     replayed_ages: tuple[int, ...] = ()
     # The sum of the KL to the reference over all tokens, if the KL is subtracted from the rewards.
     kl: float | None = None
@@ -179,7 +179,7 @@ def _reward_metrics(groups: Sequence[GroupRows], rows: Sequence[Row]) -> dict[st
         if values:
             metrics[f"reward/{name}/mean"] = float(np.mean(values))
             metrics[f"reward/{name}/std"] = _std(values)
-        # 0 if a judge gave no score at all.
+        # Also written without values: a judge that gave no score must show as 0.
         metrics[f"reward/{name}/applicable"] = len(values) / len(rows)
     return metrics
 

@@ -1,10 +1,10 @@
 """How many groups a rank plays at once if several ranks generate.
 
 A step waits for its oldest groups, also for those of slow ranks. So a slow rank that plays as many groups as a fast rank would
-delay every step. Each rank compares the duration of its groups with the mean duration on the other ranks. Its limit of groups
-falls while its groups take more than `SLACK` times the mean, and rises otherwise. So groups take about as long on all ranks.
+delay every step. Each rank compares the duration of its groups with the mean duration on the other ranks. If its groups take more
+than `SLACK` times the mean, the rank's limit of groups falls; if less, it rises. So groups take equally long on all ranks.
 
-A rank whose groups take too long even one by one pauses. It plays one group after the pause, or sooner if no rank admits groups.
+If groups take too long even one at a time, the rank pauses, then plays one group. If no rank admits groups, the pause ends early.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import anyio
 
-# Groups of healthy ranks wait in the store for up to half a step: a group that takes up to this many times the mean delays no step.
+# A group that takes at most this many times the mean delays no step: finished groups wait in the store for up to half a step.
 SLACK = 1.25
 # Exponent in `Pace.end`. Small, because one long group does not prove that the rank is slow.
 GAIN = 0.25
@@ -41,7 +41,7 @@ class Pace:
         self._ended = anyio.Event()
 
     def set_max_playing(self, max_playing: int) -> None:
-        """Change `max_playing`, and the limit in proportion: another rank was lost or has joined."""
+        """Change `max_playing`, and the limit in proportion. Needed after another rank was lost or has joined."""
         if max_playing != self._max_playing:
             self.limit, self._max_playing = self.limit * max_playing / self._max_playing, max_playing
 
@@ -54,7 +54,7 @@ class Pace:
         """Wait until this rank may play one more group."""
         while self._playing + 1 > max(1.0, min(self.limit, self._max_playing)):
             await self._ended.wait()
-        # If no rank admitted a group between two looks, the other ranks may wait for this rank: the pause ends.
+        # If no rank admitted a group since the previous poll, the pause ends: the other ranks may wait for this rank.
         seen = -1
         while (pause_s := self._resumes_at - anyio.current_time()) > 0 and self._admitted() != seen:
             seen = self._admitted()

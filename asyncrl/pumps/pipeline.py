@@ -28,8 +28,8 @@ from .hooks import Hooks
 
 T = TypeVar("T")
 
-# Runs one round: microbatches that all ranks of a sharded model run together. Argument: whether this rank adds no further
-# microbatch to its step. Result: whether this holds for all ranks, and all their microbatches have run.
+# Runs one round: microbatches that all ranks of a sharded model run together. Argument: whether this rank has added the last
+# microbatch of its step. Result: whether all ranks have added their last microbatch, and all microbatches have run.
 Round: TypeAlias = Callable[[bool], Awaitable[bool]]
 
 
@@ -63,8 +63,8 @@ class Ports:
     advantage: Estimator
     book: GroupBook
     ids: GroupIds
-    # The version at turn 0. Below 0 after a resume from a checkpoint that was written in the middle of a batch: that batch made
-    # fewer versions than a whole batch.
+    # The version at turn 0. Below 0 after a resume if an earlier batch ended before its last optimizer step: that batch counts as a
+    # turn, but made fewer versions than a whole batch.
     base: int = 0
     # Index of this rank among all ranks of the run, from 0.
     rank: int = 0
@@ -82,9 +82,9 @@ class Ports:
     gather: Gather = gather_alone
     # None: this rank runs its microbatches without rounds.
     round: Round | None = None
-    # Whether the run has reward functions or models.
+    # Whether the run has reward functions or reward models.
     scores: bool = True
-    # Calls of reward functions that may run at a time; None: one for each worker.
+    # Calls of reward functions that may run at the same time; None: one for each worker.
     calls_at_once: int | None = None
     # Whether one call of the reward functions scores all members of a group, after its last episode.
     score_groups: bool = False
@@ -98,7 +98,7 @@ class Ports:
     depart: Callable[[Group], None] | None = None
     # Limits for trajectories from every source.
     limits: Limits = field(default_factory=Limits)
-    # (class of the error, file:line) of the failures of episodes that were logged.
+    # The logged failures of episodes, each as (class of the error, file:line).
     logged: set[tuple[str, str]] = field(default_factory=set)
     # Prints a line for the user, above the live view.
     note: Callable[[str], None] = lambda text: None
@@ -115,7 +115,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """For the publish pump (edge 6): the step of `turn` made `version`. The publish pump releases the slots of the step."""
+    """For the publish pump (edge 6 of graph.py): the step of `turn` made `version`. The publish pump releases the step's slots."""
 
     turn: int
     version: int

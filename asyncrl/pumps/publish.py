@@ -1,13 +1,13 @@
-"""The publish pump gives each new version to every engine, and then releases the slots of the step.
+"""The publish pump gives each new version to every sink (such as an engine), and then releases the slots of the step.
 
-    consumes     publications of the train pump (edge 6)
+    consumes     publications of the train pump (edge 6 of graph.py)
     produces     weights of the version in every engine; evaluation and checkpoint; slots for the next groups (edge 1)
     waits for    the acknowledgement of every sink; evaluation and checkpoint; the next publication
     is woken by  the train pump (a step was committed), the engines
 
 Order for each version: every sink acknowledges it; evaluation and checkpoint run if they are due; the slots of the step are
 released together. Evaluation and checkpoint see exactly this version, because the train pump applies its next optimizer step only
-after them. An evaluation on a worker that is pinned to the version (evaluate.py) does not delay the train pump.
+after them. An evaluation that runs on a worker pinned to the version (evaluate.py) does not delay the train pump.
 
 With `rollout.weight_sync_interval: k` the sinks get the newest version every k steps. They also get the newest version after each
 of the first `rollout.sync_warmup_steps` steps, after the last step, and if an evaluation needs it. The slots of a step stay
@@ -38,10 +38,10 @@ class PublishPump:
         self._ports = ports
         self._at_version = at_version
         self._at_start = at_start
-        # Turns below this number are published. Until `at_start()` has ended it is 1 too low, so `wait_published` waits for that.
+        # Turns below this number are published. The number is 1 too low until `at_start()` ends, so that `wait_published` waits.
         self._done_turn = ports.ledger.turn - 1
-        self._synced_turn = ports.ledger.turn  # the engines have the weights of all turns below
-        # The newest publication. None: the engines have the weights of the newest publication.
+        self._synced_turn = ports.ledger.turn  # the engines have the weights of turns below this number
+        # The newest publication, while engines lack its weights. None: the engines have the newest weights.
         self._unsynced: Publication | None = None
         self._advanced = anyio.Event()
 
@@ -51,7 +51,7 @@ class PublishPump:
             await self._advanced.wait()
 
     async def run(self, publications: QueueReceiver[Publication]) -> None:
-        """Publish until the train pump closes the edge."""
+        """Publish until the train pump closes its end of the queue."""
         async with publications:
             await self._at_start()
             self._advance(self._done_turn + 1)
@@ -79,7 +79,7 @@ class PublishPump:
         self._advanced = anyio.Event()
 
     async def sync(self, *, release: bool = False) -> None:
-        """Give the newest published version to every engine, unless the engines have it. Then `release` its slots, too."""
+        """Give the newest version to every engine, if the engines do not have it. With `release`: then release the step's slots."""
         if (newest := self._unsynced) is None:
             return
         ports, version = self._ports, newest.version
@@ -90,9 +90,9 @@ class PublishPump:
                     for sink in ports.sinks:
                         spawn(sinks, "hand-over of weights", self._hand_over, sink, version)
                 ports.recorder.observe("time/weight_sync", anyio.current_time() - started)
-        if self._unsynced is newest:  # else another task was faster
+        if self._unsynced is newest:  # False if another `sync` ended first
             self._synced_turn, self._unsynced = newest.turn + 1, None
-            if release:  # no await before: a cancelled caller releases, too
+            if release:  # no `await` in between: a cancellation would hold the slots
                 await ports.ledger.release(newest.turn)
 
     async def _hand_over(self, sink: WeightSink, version: int) -> None:

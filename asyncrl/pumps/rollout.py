@@ -1,11 +1,11 @@
-"""The rollout pump: makes trajectories of prompts. The ledger admits one group per slot.
+"""The rollout pump: makes trajectories from prompts. The ledger admits one group per slot.
 
-    consumes     prompts of the cursor, one for each slot (edge 1)
+    consumes     prompts of the cursor, one for each slot (edge 1 of graph.py)
     produces     played trajectories, one by one or a whole group (edge 3)
     waits for    a slot; episodes, which wait for the engine (edge 2); a free scorer
     is woken by  the ledger (a slot came free), the engine, the score pump
 
-Each group plays its members in its own task group. A member that fails in all its attempts ends the whole group: the group's
+Each group has its own task group for its members. A member that fails in all its attempts ends the whole group: the group's
 slot goes to another prompt, and its trajectories are dropped. With `rollout.keep_viable` the other members of the group are
 trained instead, if there are at least two. More than `rollout.max_failed_groups` failed groups end the run.
 """
@@ -126,8 +126,8 @@ class RolloutPump:
     async def _admit(self) -> tuple[Ticket, Prompt] | None:
         """Take the next prompt and wait for its slot. None: no more groups are needed, or there are no more prompts.
 
-        The caller must play the admitted group at once, because the open step may wait for it. While `Ledger.due` counts further
-        groups, the caller may admit these first: their slots are free, so no admission waits for a step.
+        The caller must play the admitted group at once, because the open step may wait for it. Exception: while `Ledger.due`
+        counts further groups, the caller may admit these first. Their slots are free, so no admission waits for a step.
         """
         with self._ports.recorder.wait("rollout pump", "its own groups", on="the engine", cause="slots"):
             await self._pace.begin()
@@ -187,7 +187,7 @@ class GroupPlayer:
     async def play(
         self, ticket: Ticket, prompt: Prompt, size: int, send: Callable[[Group], Awaitable[None]] | None = None
     ) -> Group | None:
-        """Play and check `size` members. With `send` each member is sent, in a `Group` of one, as soon as it has ended, and the
+        """Play and check `size` members. With `send` each member is sent, in a `Group` of its own, as soon as it has ended, and the
         result has no trajectories. Without `send` the result has the members that did not fail. None: the group has failed. Errors:
         GenerationError if more groups failed than the run allows."""
         ports = self._ports
@@ -281,8 +281,8 @@ class EpisodeFailed(Exception):
 
 
 def request_seed(seed: int, number: int) -> int:
-    """The seed of request `number` of an episode, from 0: `seed` itself for request 0, otherwise a hash of both, in [0, 2**64).
-    So an environment may pass the seed of its episode with every request: each request still has its own random numbers."""
+    """The seed of request `number` of an episode. Request 0 gets `seed` itself. A later request gets a hash of `seed` and `number`,
+    in [0, 2**64). So an environment may pass its episode's seed with every request: each request has its own random numbers."""
     if not number:
         return seed
     packed = struct.pack("<QQ", seed % (1 << 64), number)

@@ -2,14 +2,14 @@
 
 Length shaping comes first. Then the filters drop groups. A dropped group gives its slot back at once, so the next prompt is
 admitted for the same step (DAPO's dynamic sampling). On each rank the filters drop at most
-`rollout.filter.max_refills x rollout.groups_per_step` groups for a step and keep the step's further groups, so that steps of a
-solved or hopeless task still end. (verl's `max_num_gen_batches` ends the run in this case.)
+`rollout.filter.max_refills x rollout.groups_per_step` groups for a step, and keep the step's further groups. Without this limit the
+steps of a solved or hopeless task would never end. (verl's `max_num_gen_batches` ends the run in this case.)
 
-After the fraction `reroll.start_fraction` of the run, re-roll plays prompts again whose completions all failed:
+Re-roll plays a prompt again if all its completions failed. It starts after the fraction `reroll.start_fraction` of the run:
 
     a group ends (trained or dropped by the filters) --rewards, none above `reroll.reward_at_most`--> its prompt waits in the cursor
     a step is committed, after `start_fraction` --at most `reroll.groups_per_step` of the waiting prompts, oldest first-->
-        next prompts of the cursor, before fresh ones
+        next prompts of the cursor, before fresh prompts
 
 Failures are collected from the first step on: a later policy may learn from prompts that were too hard at the start. A prompt is
 played again at most `reroll.attempts` times, each time with a new group id and new random numbers. A checkpoint saves the waiting
@@ -36,8 +36,8 @@ NO_SIGNAL, TOO_HARD, TOO_EASY = "no signal", "too hard", "too easy"
 
 
 def shape_reward(trajectory: Trajectory, overlong: OverlongConfig) -> Trajectory:
-    """If `reward.overlong.cache` is set: add DAPO's soft overlong punishment, -1 to 0, to the components, and times
-    `overlong.weight` to the reward. A trajectory without a reward gets None as the component."""
+    """If `reward.overlong.cache` is set: add DAPO's soft overlong punishment, -1 to 0, to the components, and add the product of
+    punishment and `overlong.weight` to the reward. A trajectory without a reward gets None as the component."""
     if overlong.cache is None:
         return trajectory
     assert overlong.max_length is not None  # `resolve` has set it
@@ -52,8 +52,8 @@ def shape_reward(trajectory: Trajectory, overlong: OverlongConfig) -> Trajectory
 
 
 def unshape_group(group: Group, overlong: OverlongConfig) -> Group:
-    """The group without the punishment of `shape_reward`. Rewards are rounded to nine decimals: otherwise the addition and
-    subtraction of the punishment would make equal rewards differ in the last bits."""
+    """The group without the punishment of `shape_reward`. Rewards are rounded to nine decimals, because the addition and
+    subtraction of the punishment can make equal rewards differ in the last bits."""
     if overlong.cache is None:
         return group
     trajectories = []
@@ -97,7 +97,7 @@ class Screen:
         self._dropped = 0  # groups that the filters dropped in this turn
 
     def reason_to_drop(self, group: Group) -> str | None:
-        """The reason to drop the group; None to keep it. Counts the dropped groups of the turn: after the maximum it keeps all."""
+        """The reason to drop the group; None to keep it. After the maximum of dropped groups in a turn, every group is kept."""
         ports, config = self._ports, self._ports.config
         reason = refusal(group, config.rollout.filter, config.reward.overlong, self._reader)
         if reason is None:

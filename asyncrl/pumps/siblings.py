@@ -1,14 +1,14 @@
 """Context parallelism (`distributed.context`): the ranks of a set train each sequence together. One rank of the set is the leader.
-Here the other ranks of the set are its siblings. They repeat all calls of the leader's trainer on their own trainers.
+The other ranks of the set are the leader's siblings. They repeat all calls of the leader's trainer on their own trainers.
 
     train pump ─▶ LeadingTrainer ─┬─▶ LaneTrainer of the leader           begin · microbatch x K · finish: in the same order
-                                  └─▶ line ─▶ SiblingPump ─▶ LaneTrainer of the sibling
+                                  └─▶ line (distributed/line.py) ─▶ SiblingPump ─▶ LaneTrainer of the sibling
 
-Only the leader claims groups, builds microbatches and reports steps. It sends a call to the siblings, with the arrays of its
-microbatches, before its own trainer gets the call. So all ranks of a set join the same collectives in the same order. No call has
-an answer: if the trainer of a rank raises, the rank leaves the run, and the collectives of the other ranks raise RankLost.
+Only the leader claims groups, builds microbatches and reports steps. The leader sends each call, microbatches included, to the
+siblings before the leader's own trainer gets the call. So all ranks of a set join the same collectives in the same order. Siblings
+send no answer: if the trainer of a rank raises, the rank leaves the run, and the collectives of the other ranks raise RankLost.
 
-A publish has collectives, too (time limit, parts of a checkpoint). So each call, except `abort`, waits for the rank's last publish.
+A publish runs collectives, too. So each call except `abort` and `end` waits until this rank has published the last step.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class SiblingPump:
     """Stands in for the train pump on a sibling.
 
     consumes     the calls of the leader's trainer
-    produces     the same calls on this rank's trainer; publications (edge 6)
+    produces     the same calls on this rank's trainer; publications (edge 6 of graph.py)
     waits for    the next call; its own publish of the last step
     is woken by  the leader
     """
@@ -169,7 +169,7 @@ class SiblingPump:
     def __init__(
         self, ports: Ports, calls: CallQueue, claims: Claims, wait_published: Callable[[int], Awaitable[None]]
     ) -> None:
-        """`wait_published`: as for the train pump."""
+        """`wait_published(turn)` waits until this rank has published every turn below `turn`."""
         self._ports, self._calls, self._claims, self._wait_published = ports, calls, claims, wait_published
         self._updates = 0  # applied optimizer steps of the open batch
         self._surveyed = ports.loss

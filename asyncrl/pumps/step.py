@@ -1,15 +1,15 @@
 """The state of an unfinished step, and the groups that fail in the step.
 
-    building or the trainer raises ──▶ GroupsFailed ──▶ the step is aborted
-        one rank, first time in the run ──▶ the groups are dropped, the user gets a note, and the next step begins
-        otherwise                       ──▶ the run ends with an error that names the groups
+    building microbatches or training raises ──▶ GroupsFailed ──▶ the step is aborted
+        one training rank, first time in the run ──▶ the groups are dropped, the user gets a note, and the next step begins
+        second time, or several training ranks   ──▶ the run ends with an error that names the groups
 
 In both cases the records of the failed groups are removed from the ring of their producer, so the next run does not get them. If a
 group of the replay buffer fails, the group leaves the buffer, and the claimed group that it replaced counts as failed.
-The other groups of the step can be claimed again, or wait for the next run. After its optimizer step was applied, a step is
+The other groups of the step can be claimed again, in this run or in the next. If the optimizer step was applied, the step is
 committed and not aborted, even if something fails later.
 
-With several ranks the run always ends, because the other ranks may be in a collective that includes the failed group.
+With several training ranks the run always ends, because other ranks may already wait in a collective of the step.
 If a DivergenceError names no group (as for a gradient with NaN or inf), all records of the step leave the ring, and the run ends.
 """
 
@@ -33,8 +33,8 @@ MAX_ERROR_CHARACTERS = 300  # length of the quoted error in a message
 
 @dataclass(slots=True)
 class Step:
-    """The claimed groups of a step, and its progress. `version`: version of the weights before the step. `started`: the time of
-    its start, in seconds of the event loop's clock."""
+    """The claimed groups of a step, and its progress. `version`: version of the weights before the step. `started`: when the
+    step started, in seconds of the event loop's clock."""
 
     version: int
     started: float
@@ -47,7 +47,7 @@ class Step:
     loss: Loss | None = None  # from `Trainer.survey`; None: no survey was made
     # For each microbatch the sum of the KL over its tokens, if the KL is subtracted from the rewards.
     kl: list[float] = field(default_factory=list)
-    rounds: int = 0  # rounds that this rank joined before `_finish`
+    rounds: int = 0  # rounds joined while the step was filled; see train.py
     begun: bool = False  # the trainer has an open step
     applied: bool = False  # the weights have changed, so the step must be committed
     committed: bool = False
@@ -61,7 +61,7 @@ class Step:
         return [rows.group_id for rows in self.rows]
 
     def untrained(self) -> list[Rows]:
-        """The claimed groups without advantages: no microbatches were built of them yet."""
+        """The claimed groups without advantages: no microbatches were built from them yet."""
         return [rows for rows in self.rows if ADVANTAGES not in rows.columns]
 
 
@@ -89,15 +89,15 @@ def blame_groups(group_ids: Iterable[int]) -> Iterator[None]:
 
 
 class FailedGroups:
-    """Drops the groups that made a step fail. The second such step of a run ends the run; with several ranks, the first."""
+    """Drops the groups that made a step fail. The run ends at the second failed step; with several training ranks, at the first."""
 
     def __init__(self, ports: Ports) -> None:
         self._ports = ports
         self._first_failure: str | None = None  # the message about the first failed step
 
     async def end(self, step: Step, error: GroupsFailed | DivergenceError) -> None:
-        """Call this method after the step was aborted. Returns if the run can continue. Errors: TrainStepError, or DivergenceError
-        if that is the cause, with the names of the failed groups; the original error if no group is known as the cause."""
+        """Call this method after the step was aborted. Returns if the run can continue. Errors: TrainStepError with the names of
+        the failed groups; a DivergenceError stays a DivergenceError. If no group is known as the cause: the original error."""
         ports = self._ports
         cause = error.cause if isinstance(error, GroupsFailed) else error
         replaced = {group.group_id: group_id for group_id, group in step.replayed.items()}

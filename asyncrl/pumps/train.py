@@ -12,24 +12,25 @@
                                                                            ▼
                               commit: the ledger's next turn, rows cleared, leases ended ─▶ report ─▶ publish pump
 
-If steps are streamed, the pump trains each time `rollout.streaming_min_groups` groups are claimed; otherwise once the step is full.
+The pump trains when the step is full. If steps are streamed, `rollout.streaming_min_groups` untrained claimed groups suffice.
 
-A step that fails before its optimizer step is aborted, after the work that is already on the lane. Its groups are live again and
-their rows are still in the store, except for groups that made the step fail, and after the loss of a rank (step.py, `in_doubt`).
-Once the optimizer step (the first one of a batch) was applied, the groups count as trained, whatever fails or is cancelled later.
+A step that fails before its optimizer step is aborted, after the work that is already on the lane. Its groups are live again, and
+their rows are still in the store. Two exceptions: the groups that made the step fail; all groups, if a rank was lost (step.py,
+`in_doubt`). Once the first optimizer step of a batch was applied, its groups count as trained, even if something fails later.
 
-Rounds. Under `distributed.sharding: fsdp` a microbatch may be a collective (if memory is short). Then all ranks must train a
-microbatch at the same time, in a round. If steps are streamed, round k of a step is due when `k x places_per_round` places of the
-step are claimed, over all ranks: the shared ledger counts them, and the count only grows within a step. So every rank joins every
-due round, in order, with its untrained claimed groups. A rank without them runs a microbatch of weight 0. With 2 places per round:
+Rounds. If memory is short, a microbatch under `distributed.sharding: fsdp` has collectives. Then all ranks must train a microbatch
+at the same time, in a round. A claimed group takes one place of a step. If steps are streamed, round k of a step is due when
+`k x places_per_round` places of the step are taken, over all ranks. The shared ledger counts the places, and the count only grows
+within a step. So every rank joins every due round, in order, with its untrained claimed groups. A rank without such groups runs a
+microbatch of weight 0. Example, 2 places a round:
 
     claimed   0  1  2  3  4  5  6  7  8 = full
     round           1     2     3     4, then further rounds until no rank has a microbatch left
 
-While a rank waits in a round, its lane decodes nothing. This is no deadlock, because the other ranks need no groups of this rank to
-join: each rank joins when its lane is free and its publish of the last step has ended. Every rank must wait for that publish,
-because a publish has collectives, too. A rank that dies or raises closes its connections. Then the collective fails on the other
-ranks, at the latest after its time-out.
+While a rank waits in a round, its lane decodes nothing. This is no deadlock, because the other ranks can join without groups of
+this rank: each rank joins when its lane is free and its publish of the last step has ended. Every rank must wait for that publish,
+because a publish has collectives, too. If a rank dies or raises, the collective fails on the other ranks, at the latest when the
+rank is reported lost.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class TrainPump:
         self._streams_from = rollout.streaming_min_groups if streams else None
         # Whether the loss needs counts or entropies of the whole step. `Trainer.survey` exchanges them before each optimizer step.
         self._surveys = ports.loss.needs_whole_step and not streams
-        # A round is due after each claim of this many further places, over all ranks. 0: no round is due before `_finish`.
+        # Each time that this many further places are claimed, over all ranks, a round is due. 0: no round is due before `_finish`.
         has_rounds = streams and ports.round is not None
         self._places_per_round = max(rollout.streaming_min_groups, 1) * ports.ranks if has_rounds else 0
         self._building = StepBuilder(ports, self._wait_last_published, surveys=self._surveys)
@@ -169,7 +170,7 @@ class TrainPump:
         before each optimizer step, even without microbatches, because a survey is a collective."""
         trainer = self._ports.trainer
         if self._surveys:
-            # The publish has a collective, too (for the time limit), which must run before the survey on every rank.
+            # A publish has a collective, for the time limit. On every rank this collective must run before the survey.
             if not self._ports.alone:
                 await self._wait_last_published()
             with blame_groups(step.group_ids):
@@ -182,7 +183,7 @@ class TrainPump:
     async def _begin(self, step: Step) -> None:
         """Open the trainer's step, once."""
         if not step.begun:
-            # Before the await: a cancelled begin may still have opened the step on the lane.
+            # Set before the await: `begin_train_step` may open the step on the lane even if the call is cancelled.
             step.begun = True
             await self._ports.trainer.begin_train_step(step.loss or self._ports.loss)
 
@@ -220,7 +221,7 @@ class TrainPump:
         """End a step that `_finish` has not committed: commit and report it if it was applied, else abort it."""
         if step.committed or not (step.rows or step.begun):
             return
-        with anyio.CancelScope(shield=True):  # the lane may be busy for long
+        with anyio.CancelScope(shield=True):  # the cleanup must end, even if the lane is busy for long
             if step.applied:
                 groups = await self._commit(step)
                 self._report(step, groups, [self._part(step, groups)])  # no gather: other ranks may not join
@@ -263,7 +264,7 @@ class TrainPump:
         await ports.ledger.commit()
         step.committed = True
         self._reroll.on_step_commit([rows.group for rows in step.rows])
-        # The groups enter the buffer after their step, which then cannot draw them, and before `clear`, which removes their rows.
+        # After the step, so that the step cannot draw its own groups. Before `clear`, which removes their rows.
         if ports.replay is not None:
             for rows in step.rows:
                 ports.replay.add(rows.group, rows.columns[ADVANTAGES])
@@ -281,8 +282,8 @@ class TrainPump:
             self._on_step(StepReport(result.version, result, metrics, groups, advantages))
 
     def _result(self, step: Step) -> StepResult:
-        """The merged result of the last optimizer steps, as many as a pass over the batch has. After an error the last pass may be
-        incomplete; then they belong to two passes."""
+        """The merged results of the last `minibatches` optimizer steps, which are one pass over the batch. After an error they may
+        belong to two passes."""
         version = self._ports.trainer.version
         done = step.results[-self._ports.config.algorithm.minibatches :]
         if not done:  # the trainer applied a first optimizer step, then raised
@@ -290,8 +291,8 @@ class TrainPump:
         return replace(merge_results(done), version=version)
 
     def _part(self, step: Step, groups: tuple[Group, ...]) -> StepPart:
-        """This rank's part of the metrics. Counts are those since the last step, except `staleness/dropped` and `replay/evicted`:
-        those since the start of the run."""
+        """This rank's part of the metrics. `staleness/dropped` and `replay/evicted` count since the start of the run, other counts
+        since the last step."""
         ports = self._ports
         sums = ports.recorder.take_counts(COUNTED) | self._reroll.sums(groups)
         self._too_old += sums.get("staleness/dropped", 0.0)

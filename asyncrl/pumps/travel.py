@@ -5,13 +5,13 @@
                  └ credits, rows cleared ◀───────── acknowledgement ◀─────────┘
 
 Exactly once. The books of the ledger at rank 0 say which rank has a group. A training rank keeps a group only if rank 0 moves the
-group in the books from the sender to that training rank. It acknowledges a group when the rows are in its store. So
+group in the books from the sender to that training rank. The training rank acknowledges a group when the rows are in its store. So
 * a record that is sent twice is acknowledged and changes nothing: its rows are in the store, or the books no longer have the group;
 * if the sender dies before the move, the group's prompt is played again elsewhere, and a record that comes later is refused;
 * if the sender dies after the move, the group stays. If a training rank dies, the run restarts from its checkpoint.
 
 Bounds. Each group that travels has a slot, so a training rank never has more groups than slots. A sender has `UNACKNOWLEDGED`
-credits, and each group without an acknowledgement takes one. Further groups wait in the sender's store, and keep their slots.
+credits, and each group without an acknowledgement takes a credit. Further groups wait in the sender's store, and keep their slots.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def tokens_of(group: Group) -> int:
 
 
 def encode_group(group: Group, epoch: int) -> bytearray:
-    """The record of a scored group. `epoch`: the attempt of the run. Leaves out columns of the prompt and `extras` that JSON cannot
-    hold: training does not read them. Errors: RecordError for other values that JSON cannot hold; RecordTooLarge."""
+    """The record of a scored group. `epoch`: the attempt of the run. Training reads neither `extras` nor prompt columns, so entries
+    that JSON cannot hold are left out. Errors: RecordError for other values that JSON cannot hold; RecordTooLarge."""
     prompt, first = group.prompt, group.trajectories[0]
     is_prefix = np.array_equal(prompt.ids, first.tokens[: first.prompt_length])
     metadata = {
@@ -147,14 +147,14 @@ class Departures:
                 ports.book.add(ticket)
                 await ports.book.end(ticket.group_id, "dropped", "did not travel")
         except BaseException:
-            # So `GroupBook.end_all` drops the group, unless the ledger has moved it to the training rank meanwhile.
+            # So that `GroupBook.end_all` drops the group. After a move the ledger ignores this drop, except on rank 0.
             ports.book.add(ticket)
             raise
         finally:
             self._credits.release()
 
     async def _deliver(self, group: Group, waited_s: float) -> str:
-        """Bring a group to the training rank that the ledger names. Returns why it was refused; else ""."""
+        """Bring a group to the training rank that the ledger names. Returns the reason of a refusal, or ""."""
         ports, ticket = self._ports, group.ticket
         try:
             record = encode_group(group, self._epoch)
@@ -190,12 +190,12 @@ class Arrivals:
     """Takes the groups that other ranks send to this training rank.
 
         consumes     records from the line, by `take`
-        produces     ready rows in the store (edge 5)
+        produces     ready rows in the store (edge 5 of graph.py)
         waits for    rank 0, which moves the group in its books
         is woken by  the line
 
     The line cancels `take` if the sender dies. No cancellation may come between the move of a group in the books and the writing of
-    its rows, so `run` does both, and not `take`.
+    its rows. So `run`, which the line does not cancel, does both.
     """
 
     def __init__(self, ports: Ports, epoch: int) -> None:
@@ -253,7 +253,7 @@ class Arrivals:
     async def _keep(self, arrival: _Arrival) -> RankLost | None:
         """Keep the group if this rank needs the group. Returns an error if rank 0 counts the sender as lost."""
         ports, group = self._ports, arrival.group
-        # True for a record that was sent twice. `run` handles one record at a time, so the first one has stored all rows.
+        # True if the record was sent twice. `run` handles one record at a time, so all rows of the first record are stored.
         if group.group_id in ports.store:
             return None
         try:

@@ -2,7 +2,7 @@
 
     own rollouts (pumps/rollout.py)   Runtime.submit   shared memory (runtime/door.py)   HTTP (atropos/scored_data.py)
 
-A trajectory that fails a check would end the run in the middle of a step, or train on meaningless numbers.
+Without the checks an invalid trajectory could end the run in the middle of a step, or train the model on meaningless numbers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy.typing as npt
 from ..errors import DataError, shown
 from ..types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, FinishReason, Trajectory
 
-# An unknown expert in routes [L, layers, k]. The k numbers of a token and layer are either k different experts, or all MISSING. So
-# routes have a signed dtype.
+# An unknown expert in routes [tokens, layers, k], which therefore have a signed dtype. The k numbers of a token and layer are
+# either k different experts, or all MISSING.
 MISSING = -1
-# Nats. So a ratio of probabilities is at most exp(-LOWEST_LOGPROB), which is finite in float32.
+# Nats. With this limit a ratio of probabilities is at most exp(-LOWEST_LOGPROB), which is finite in float32.
 LOWEST_LOGPROB = -87.0
 # Largest absolute value. A reward may scale the gradient, and the squared norm of the gradient must be finite in float32.
 MAX_REWARD = 1e9
-# Limit of the names of components in a run, from all outside producers. Each name becomes metrics, which sinks never delete.
+# Limit of the number of component names in a run, from all outside producers. Each name becomes metrics, which sinks never delete.
 MAX_COMPONENTS = 128
 MAX_NAME_LENGTH = 128  # characters of the name of a component
 # Nats. Not 0, because a sampler's rounding may make a log-prob slightly positive.
@@ -36,7 +36,7 @@ MAX_NESTED = 64
 SILENT = "set_advantage_to_zero"
 _DTYPE_KINDS = {"tokens": "iu", "mask": "b", "logprobs": "f", "sampled_logprobs": "f", "versions": "iu"}
 _KIND_NAMES = {"iu": "integers", "b": "booleans", "f": "floats"}
-_MIN_TEMPERATURE = float(np.float32(LOWEST_TEMPERATURE))  # rounded as in records, to a little less
+_MIN_TEMPERATURE = float(np.float32(LOWEST_TEMPERATURE))  # records hold float32, which rounds the bound down
 _MAX_INT32 = 2**31 - 1
 
 
@@ -75,7 +75,7 @@ def check_trajectory(trajectory: Trajectory, limits: Limits) -> None:
 
 
 def check_temperature(temperature: float, label: str) -> None:
-    """Errors: DataError unless the temperature is a number in the allowed range, where log-probs can be compared."""
+    """Errors: DataError for a temperature that is no number, or is outside the allowed range."""
     if not _is_number(temperature) or not _MIN_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:  # also for NaN
         greedy = "; greedy samples cannot be trained" if temperature == 0 else ""
         raise DataError(
@@ -95,7 +95,7 @@ def check_trains(trajectory: Trajectory) -> None:
 
 def check_json(value: Any, where: str, extra: int = 0, *, written: bool = True) -> None:
     """Errors: DataError for text with a lone surrogate, or for more than `MAX_NESTED` + `extra` levels. If `written`, also for a
-    key that is no text, number or None, and for an integer of more than 64 bits: files cannot contain them."""
+    key that is not text, a number or None, and for an integer of more than 64 bits: files cannot contain them."""
     level = [value]
     for _ in range(MAX_NESTED + extra + 1):
         # Items of the next level by id: without ids a list that contains itself twice would double at each level.
@@ -233,7 +233,7 @@ def _check_mask(t: Trajectory, label: str) -> None:
 
 
 def _check_logprobs(column: Any, mask: Any, where: str) -> None:
-    """NaN at all trained tokens is allowed: the source does not know its log-probs, and the ratio counts as 1."""
+    """NaN at all trained tokens is allowed. NaN means that the source does not know its log-probs. Then the ratio counts as 1."""
     trained = column[mask]
     if trained.max(initial=-1) <= HIGHEST_LOGPROB and trained.min(initial=-1) >= LOWEST_LOGPROB:  # false with a NaN
         return

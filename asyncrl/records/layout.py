@@ -14,13 +14,13 @@ A record holds `n >= 1` members (trajectories) of one group. Most producers put 
     10  u16  entry_bytes                                6   u16  zero
     12  u32  sections                                   8   u32  first inner dimension, or 1
     16  u64  record_bytes, the size of the record       12  u32  second inner dimension, or 1
-    24  u32  CRC32 of header and table (this field 0)   16  u64  offset from the start of the record
+    24  u32  CRC32 of header and table, with 0 here     16  u64  offset from the start of the record
     28  8 B  zero                                       24  u64  bytes
     36  u32  members in this record, n
     40  u32  group size
     44  u32  zero
     48  u64  sequence: running number of the record in its ring, from 1 (0: not in a ring)
-    56  i64  epoch: a number for each start of the producer, which may use its group ids again
+    56  i64  epoch: a number for each start of the producer. Group ids are unique within an epoch
     64  i64  group id
     72  i64  policy version that the producer knew when it put the record (-1: unknown)
     80  u64  tokens, the sum of the lengths
@@ -110,12 +110,12 @@ CODES: MappingProxyType[np.dtype[Any], int] = MappingProxyType({dtype: code for 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The form of a known section. A writer uses `dtypes[0]`, for routes any of `dtypes`; a reader accepts all `dtypes`."""
+    """The form of a known section. A writer uses `dtypes[0]`, or for ROUTED_EXPERTS any of `dtypes`. A reader accepts all."""
 
     axis: Axis
     dtypes: tuple[np.dtype[Any], ...]
     inner: int = 0  # number of dimensions after the first
-    needed: bool = False  # a reader that does not know it must refuse the record
+    needed: bool = False  # readers that do not know the section refuse the record
 
 
 def _spec(axis: Axis, *dtypes: str, inner: int = 0, needed: bool = False) -> Spec:
@@ -130,7 +130,7 @@ SPECS: MappingProxyType[int, Spec] = MappingProxyType(
         Section.MASK: _spec(Axis.TOKENS, "?", "<u1"),  # true, or any u1 but 0: the loss trains the token
         Section.LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # of each token, at the temperature, before all filters
         Section.SAMPLED_LOGPROBS: _spec(Axis.TOKENS, "<f4"),  # of each token, as sampled: after filters such as top-p
-        Section.VERSIONS: _spec(Axis.TOKENS, "<i4"),  # -1: mask is 0, or not known
+        Section.VERSIONS: _spec(Axis.TOKENS, "<i4"),  # -1: not known, or mask is 0
         Section.ADVANTAGES: _spec(Axis.TOKENS, "<f4"),
         Section.REFERENCE_LOGPROBS: _spec(Axis.TOKENS, "<f4"),
         # [T, layers, k]; -1 means not known. Old writers used unsigned integers, without -1.

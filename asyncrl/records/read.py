@@ -34,7 +34,7 @@ class Record:
     members: npt.NDArray[np.int32]  # [n]
     lengths: npt.NDArray[np.int32]  # [n]
     bounds: tuple[int, ...]  # [n + 1]
-    arrays: Mapping[int, npt.NDArray[Any]]  # ROWS [n, ...] and TOKENS [T, ...]
+    arrays: Mapping[int, npt.NDArray[Any]]  # ROWS [n, ...], TOKENS [T, ...]; T: tokens of all members
     strings: Mapping[int, memoryview]  # BYTES and ROW_BYTES, raw
 
     @property
@@ -135,7 +135,7 @@ def _sections(
         array = np.frombuffer(view, dtype, nbytes // itemsize, offset)
         try:
             arrays[section] = array.reshape(first, *(inner0, inner1)[:inner]) if inner else array
-        except ValueError as error:  # 0 rows of a shape that is too large
+        except ValueError as error:  # 0 rows whose inner dimensions are too large
             raise RecordError(f"section {Section(section).name}: {error}") from None
     return arrays, strings
 
@@ -155,7 +155,7 @@ def _members(
     for section in (Section.MEMBERS, Section.LENGTHS, Section.TOKENS):
         if section not in arrays:
             raise RecordError(f"the record lacks the section {Section(section).name}")
-    # Copied before the checks, because another process may write to the buffer after them.
+    # Copied before the checks, because another process may write to the buffer after the checks.
     members, lengths = arrays.pop(Section.MEMBERS).copy(), arrays.pop(Section.LENGTHS).copy()
     members.flags.writeable = lengths.flags.writeable = False
     listed, sizes = members.tolist(), lengths.tolist()

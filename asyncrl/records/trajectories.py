@@ -1,6 +1,6 @@
-"""Makes trajectories from a record, and encodes texts and rewards for a record. A record has no `extras`.
+"""Makes trajectories from a record, and encodes texts and rewards for a record. A record has no section for `extras`.
 
-Texts become JSON, temperatures and log-probs float32. A reward of None (not scored) becomes NaN, so a reward of NaN is refused.
+Texts become JSON. Temperatures and log-probs become float32. None as a reward (not scored) becomes NaN, so NaN is refused.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _SIGNED: dict[Any, Any] = {np.dtype(np.uint8): np.dtype(np.int16), np.dtype(np.u
 def trajectories_of(record: Record, *, group: int | None = None) -> list[Trajectory]:
     """The members of a record as trajectories, in the order of the record. `group`: replaces the record's group id.
 
-    Arrays are views under the record's lease, so the cost does not depend on their length. (An integer mask, unsigned
-    routes, branches and turns are copied.) Defaults for missing columns: the mask is true after the prompt. At tokens with a
-    true mask, log-probs are NaN (unknown, so the ratio is 1) and versions are the record's policy version. The temperature is 1.
+    Arrays are views under the record's lease, so the cost does not depend on their length. (Branches, turns, unsigned routes and
+    an integer mask are copied.) Defaults for missing columns: the mask is true after the prompt. At tokens with a true mask,
+    log-probs are NaN (unknown, so the ratio is 1) and versions are the record's policy version. The temperature is 1.
     """
     arrays, strings = record.arrays, record.strings
     tokens, masks, logprobs, sampled, versions = _columns(record)

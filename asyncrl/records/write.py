@@ -1,6 +1,6 @@
 """Writes a record: a `Draft` has the contents, `plan` checks the draft and computes the size, `Plan.write` fills a buffer.
 
-`Plan.write` copies each array of a member directly into the buffer. There is no other copy, unless a dtype must be converted.
+`Plan.write` copies each array of a member directly into the buffer. `plan` copies only arrays whose dtype must be converted.
 `plan` does all checks, before the first byte is written.
 """
 
@@ -37,9 +37,9 @@ _NO_INNER = (1, 1)
 class Draft:
     """The contents of a record: n members, with L_i tokens of member i. Do not change a draft after `plan`.
 
-    `sections` by id. A value depends on the axis in `layout.SPECS`: n arrays [L_i, ...] for TOKENS, an array [n, ...] for ROWS,
-    n byte strings for ROW_BYTES, a byte string for BYTES. `plan` adds LENGTHS and MEMBERS.
-    Not frozen: the slower constructor of a frozen dataclass would add half of the time of `plan`.
+    `sections`: id -> contents. The axis in `layout.SPECS` decides the form of the contents: n arrays [L_i, ...] for TOKENS, an
+    array [n, ...] for ROWS, n byte strings for ROW_BYTES, a byte string for BYTES. `plan` adds LENGTHS and MEMBERS.
+    Not frozen: the slower constructor of a frozen dataclass would take half of the time that `plan` takes.
     """
 
     group: int
@@ -57,7 +57,7 @@ _Part = tuple[int, Spec, np.dtype[Any], Any, tuple[int, int], int]
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """A checked draft with its encoded sections. `size`: bytes of the record, a multiple of 64. `tokens`: of all members."""
+    """A checked draft with its encoded sections. `size`: bytes of the record, a multiple of 64. `tokens`: sum over members."""
 
     draft: Draft
     tokens: int
@@ -107,7 +107,7 @@ class Plan:
 
 
 def plan(draft: Draft) -> Plan:
-    """Check a draft, and encode its sections except large arrays. Errors: RecordError with the section."""
+    """Check a draft, and convert each section to the arrays or bytes that `Plan.write` copies. Errors: RecordError."""
     members, sections = list(draft.members), draft.sections
     n = len(members)
     _check_members(draft, members)
@@ -161,7 +161,7 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
             f"found {[len(a) for a in data]}"
         )
     dtypes = {getattr(array, "dtype", None) for array in data} if spec.inner else set()
-    # Routes may keep a narrower dtype than `dtypes[0]`.
+    # ROUTED_EXPERTS may keep a narrower dtype than `dtypes[0]`.
     if dtypes and dtypes <= set(spec.dtypes):
         dtype = np.result_type(*dtypes)
     arrays = [conform(a, dtype, section) for a in data]
@@ -199,7 +199,7 @@ def _inner(section: int, spec: Spec, arrays: list[Any]) -> tuple[int, int]:
 
 
 def conform(data: Any, dtype: np.dtype[Any], section: int) -> np.ndarray[Any, Any]:
-    """`data` as an array of `dtype`. Errors: RecordError for integers out of range, floats for integers, and other objects."""
+    """`data` as an array of `dtype`. Errors: RecordError for non-numbers, floats for an integer dtype, integers out of range."""
     array = np.asarray(data)
     if array.dtype == dtype:
         return array

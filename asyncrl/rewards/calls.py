@@ -23,19 +23,19 @@ class RewardSpec:
 
     Arguments are passed by keyword, and only if the signature accepts them. `trainer_state` has `global_step`, `epoch` and
     `max_steps` (None: no limit). `log_metric(name, value)` logs a number of the call as `NAME/name`, where NAME is the function's
-    name. `log_extra(column, values)` logs a value per completion as `NAME/column`. These arguments are lists with one entry per
+    name. `log_extra(column, values)` logs a value per completion as `NAME/column`. The following are lists with one entry per
     completion: `prompts`, `completions` (strings, or the messages after a conversational prompt), `completion_ids` (token ids),
-    `generation_prompt` (the text of the chat template after the last message), and the columns of the row. A column's value is the
-    same object in all entries, so a function must not change it.
+    `generation_prompt` (the text of the chat template after the last message), and the columns of the dataset's row. A column's
+    value is the same object in all entries, so a function must not change it.
     The run passes further arguments only if the signature names them. Lists: `num_turns` (number of the policy's replies),
     `tool_calls` (in OpenAI's form), `notes` (the values of `policy.note` by name). Strings: `base_url` and `api_key` of an endpoint
     where the policy itself answers. These answers are not trained.
 
     A score is a number, or None if the function does not apply to this completion. In place of a number the function may return:
     a list with a reward for each reply, whose sum is the score; a mapping with `score` and other values to log; an exception,
-    which is an error of this completion alone. With `components` (name -> weight) a mapping with these names must be in place
-    of each number, and each value is a component `NAME/name` of the reward. `name` None: the function's own name. `timeout_s`:
-    seconds of one call; None: the pool's setting."""
+    which is an error of this completion alone. With `components` (name -> weight) the function returns, in place of each number,
+    a mapping with these names. Each value is a component `NAME/name` of the reward. `name` None: the function's own name.
+    `timeout_s`: seconds of one call; None: the pool's setting."""
 
     function: str | RewardFunction
     weight: float = 1.0
@@ -81,7 +81,7 @@ class LoadedFunction:
         return not {"base_url", "api_key"}.isdisjoint(self.named)
 
     def select(self, arguments: dict[str, Any], by_name: dict[str, Any]) -> dict[str, Any]:
-        """Those arguments that the signature accepts, `by_name` only if it names them. Only these are sent to the worker."""
+        """What the worker gets: the `arguments` that the signature accepts, and those of `by_name` that the signature names."""
         accepted = {k: v for k, v in arguments.items() if self.takes_all or k in self.named}
         return accepted | {k: v for k, v in by_name.items() if k in self.named}
 
@@ -89,8 +89,8 @@ class LoadedFunction:
 def trl_arguments(
     prompt: Prompt, trajectories: Sequence[Trajectory], generation_prompt: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those arguments of a reward function that are lists: (for `**columns`, too; only for functions that name them). In each
-    dictionary a column of the row cannot replace another argument."""
+    """Two dictionaries of the arguments that are lists: the first for named parameters and `**columns`, the second for named
+    parameters only. A column of the row cannot replace another argument."""
     arguments: dict[str, Any] = {name: [value] * len(trajectories) for name, value in prompt.columns.items()}
     arguments["prompts"] = [prompt.prompt] * len(trajectories)
     arguments["completions"] = [t.completion for t in trajectories]
@@ -111,7 +111,7 @@ def with_scores(
     by_turn: Mapping[str, list[float] | None] | None = None,
 ) -> Trajectory:
     """A copy of the trajectory with further components (`scores`) and extras. The scores' weighted sum is added to the reward.
-    `by_turn`: component -> a reward for each reply, or None: not given. Errors: ValueError for an infinite score."""
+    `by_turn`: component -> a reward for each reply; None: only the score was given. Errors: ValueError for an infinite score."""
     reward = combine_components(scores, weights)
     if trajectory.reward is not None:
         reward = trajectory.reward + (reward or 0.0)

@@ -8,7 +8,7 @@
 
 verl: `solution_str` is the completion. Every other parameter is a column. Without a column `ground_truth` the function gets
 `reward_model["ground_truth"]`, and without a column `extra_info` it gets {}.
-reasoning-gym: `entry` is the row. `answer` is the text between the last `<answer>` and `</answer>`, or else the whole completion.
+reasoning-gym: `entry` is the row. `answer` is the text in the last `<answer>...</answer>`; without these tags, the completion.
 
 The worker processes import this module, so it needs only the standard library.
 """
@@ -27,9 +27,9 @@ from asyncrl.errors import shown
 F = TypeVar("F")
 _ANSWER = re.compile(r".*<answer>(.*?)</answer>", re.DOTALL)
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# Arguments that the run passes, also to `**columns`. If a function takes such an argument, a data column of its name is refused.
+# Arguments that the run passes, also to `**columns`. If a function takes such an argument, a data column of that name is refused.
 RESERVED = ("prompts", "completions", "completion_ids", "generation_prompt", "trainer_state", "log_extra", "log_metric")
-# Arguments that the run passes only if the signature names them. Otherwise `**columns` may get data columns of these names.
+# The run passes these only if the signature names them. A name that the signature lacks may be a data column of `**columns`.
 BY_NAME = ("num_turns", "tool_calls", "notes", "base_url", "api_key")
 
 
@@ -41,12 +41,12 @@ def whole_group(function: F) -> F:
 
 
 class UsageError(Exception):
-    """A function has a wrong signature, does not fit the data, or returns or logs wrong values. It is sent without traceback."""
+    """A function has a wrong signature, does not fit the data, or returns or logs wrong values. The worker sends no traceback."""
 
 
 def as_trl(loaded: Any, source: str) -> Callable[..., Any]:
-    """Adapts `loaded` to TRL's form. `source`: what errors call `loaded`. Errors: `UsageError` if `loaded` has no known form, and
-    any error of a function that returns a data set."""
+    """Adapts `loaded` to TRL's form. `source`: the name of `loaded` in errors. Errors: `UsageError` if `loaded` has no known form,
+    and any error of a function that returns a data set."""
     if not callable(loaded):
         if callable(getattr(loaded, "score_answer", None)):
             return _from_gym(loaded.score_answer)

@@ -1,13 +1,13 @@
-"""`Judge`, a reward function that asks a language model for scores. A user configures it in `reward.judge`, or makes one in code.
+"""`Judge`, a reward function that asks a language model for scores. A user sets `reward.judge`, or makes a `Judge` in code.
 
     completion ──quoted──▶ POST {url}/chat/completions ──reply──▶ the JSON object at its end ──▶ a score for each criterion
 
-* Each request judges one completion, so an error costs no other completion its score. A request without valid scores is repeated up
-  to `retries` times. Replies without valid scores (`garbage`) and requests without a reply (`failures`) are counted. If the last
-  request gives no valid scores either, the completion gets an exception in place of a score (`reward.on_error`).
-* The judged text cannot forge the end of its quotation: the lines around the text contain a hash of it. A space breaks control
-  tokens in the text, because many servers would act on them. Scores are read only from the end of a reply, so scores that the
-  judge quotes from the text do not count. A judge may still believe what the text says.
+* Each request judges one completion, so an error affects only this completion. After a reply without valid scores, or a temporary
+  error, the request is repeated, up to `retries` times. Replies without valid scores (`garbage`) and requests without a reply
+  (`failures`) are counted. If no request gives valid scores, the completion gets an exception (`reward.on_error`).
+* The judged text cannot forge the end of its quotation: the lines around the text contain a hash of the text. A space is inserted
+  into control tokens in the text, because many servers would act on them. Scores are read only from the end of a reply, so scores
+  that the judge quotes from the text do not count. But a judge may believe false statements in the text.
 
 aiohttp (extra `[http]`) is imported at the first request, because worker processes import this module and should start fast.
 """
@@ -42,7 +42,7 @@ First give your reasons in a few sentences. Then end your reply with one JSON ob
 # The beginning of a text that servers may read as a control token of the judge's model.
 _CONTROL = re.compile(r"<(?=[|\uff5c]|/?(?:s|bos|eos|think|(?:start|end)_of_turn)>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])")
 _LAST_OBJECT = re.compile(r"(\{[^{}]*\})\s*(?:```)?\s*\Z")
-_RETRYABLE = (408, 409, 425, 429)  # HTTP statuses that deserve a retry, as do all from 500 on
+_RETRYABLE = (408, 409, 425, 429)  # retried HTTP statuses, besides all from 500 on
 _LONGEST_PAUSE_S = 60.0
 _LARGEST_REPLY = 4 << 20  # bytes
 _NOT_IN_REQUEST = ("messages", "model", "stream", "n")
@@ -55,8 +55,8 @@ class _FailedRequest(Exception):
 
 @dataclass(frozen=True)
 class Judge:
-    """A reward function. For each completion it returns a mapping with the score of each criterion, in [0, 1], and with `score`,
-    their weighted sum; or an error. `timeout_s`: of one request. `key`: used if `key_env` is None. The rest: see `JudgeConfig`."""
+    """A reward function. For each completion it returns an exception, or a mapping with the score of each criterion, in [0, 1], and
+    the weighted sum `score`. `timeout_s`: of one request. `key`: used if `key_env` is None. The rest: see `JudgeConfig`."""
 
     url: str
     criteria: Mapping[str, str] | str
@@ -129,7 +129,7 @@ class Judge:
             try:
                 facts["reply"] = await self._post(messages)
                 return read(facts["reply"]), facts
-            except (ValueError, RecursionError) as error:  # `json` raises the second for deep nesting
+            except (ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
                 facts["garbage"] += 1
                 problem = f"garbage: {error}"
             except _FailedRequest as error:
@@ -177,7 +177,7 @@ class Judge:
         client, _ = _clients.get(loop, (None, None))
         if client is None:
             opened = _open_client()
-            # Keep a reference to the generator: without one Python would end the generator, which closes the client.
+            # Keep a reference to the generator. If the generator were collected, its end would close the client.
             client = await anext(opened)
             _clients[loop] = client, opened
         model = {} if self.model is None else {"model": self.model}
@@ -214,7 +214,7 @@ class Judge:
 
 
 async def _open_client() -> Any:
-    """Yields the client of an event loop. When the loop ends, `asyncio` ends its generators, so this one closes the client."""
+    """Yields the client of an event loop. When the loop ends, `asyncio` ends this generator, which closes the client."""
     import aiohttp
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=True) as client:
@@ -222,7 +222,7 @@ async def _open_client() -> Any:
 
 
 def _transcript(value: Any) -> str:
-    """Messages as one text; a text unchanged. Of a single message of the assistant without calls: only its content."""
+    """Messages as one text. A text is returned unchanged. For a single assistant message without calls: only its content."""
     if isinstance(value, str):
         return value
     lines = []

@@ -5,16 +5,16 @@
                                             └──── keeper ◀─────────────┘ (a task for each worker: starts a successor)
 
 Guarantees
-* A call of an `async def` function is a coroutine in its worker. A worker runs coroutines for up to `concurrency` completions at a
-  time, or one coroutine with more completions.
-* A call of any other function is a blocking call. While a worker runs a blocking call, it gets no other call, and its coroutines
-  cannot run, so their deadlines are moved by the time of the blocking call.
+* A call of an `async def` function is a coroutine in its worker. The coroutines that run in a worker have at most `concurrency`
+  completions in total. Only a coroutine that runs alone may have more.
+* A call of any other function is a blocking call. During a blocking call its worker gets no other call. The worker's coroutines
+  cannot run meanwhile, so their deadlines are moved by the time of the blocking call.
 * If a blocking call misses its deadline or its caller is cancelled, the worker is killed and replaced. A coroutine is cancelled
   instead, and its worker is killed only if the coroutine does not end.
-* A call whose worker was killed because of another call is sent again, once. If a worker crashes while several coroutines run, each
-  of them is sent again once, as a blocking call, to a worker that runs only this call. So the call that crashes is found.
-* A call of an `async def` function that raised, crashed or missed its deadline is repeated up to `retries` times, each time with a
-  new deadline. The metric `reward/{fn}/retries` counts the repetitions.
+* A call whose worker was killed because of another call is sent again, once. If a worker crashes while it runs several calls, each
+  coroutine is sent again once, as a blocking call, to a worker that runs only this call. This finds the call that crashes.
+* If a call of an `async def` function raises, crashes or misses its deadline, the call is repeated up to `retries` times, each time
+  with a new deadline. The metric `reward/{fn}/retries` counts the repetitions.
 * Callers of the same kind (coroutines, blocking calls) get workers in the order in which they asked. Cancelled callers get none.
 * All functions are loaded in every worker before `__aenter__` returns, so an import error ends the run before it starts. If the
   successor of a dead worker dies or needs more than `LOAD_S` to load the functions, another starts: at most `MOST_STARTS` in all.
@@ -97,18 +97,18 @@ class RewardPool:
         self._config = config
         self._specs = configured_rewards(config, functions)
         self._recorder = recorder if recorder is not None else Recorder(max_events=0, nvtx=False)
-        self._jitter = random.Random()  # not Python's global one, which a user may seed
+        self._jitter = random.Random()  # a user may seed Python's global generator
         # Held by the first waiting caller of each kind. The later callers wait for the lock, in order.
         self._coroutine_lock, self._blocking_lock = anyio.Lock(), anyio.Lock()
         self._changed = anyio.Event()  # see `_notify`
         # While an isolated call (`RewardCall`) waits, this worker gets no further calls.
         self._reserved: RewardWorker | None = None
-        # The columns' names for each source of rows. A function that needs another column is refused when the pool opens.
+        # The columns' names for each source of rows. The pool does not open if a function needs a column that a source lacks.
         self.columns: Sequence[Sequence[str]] = ()
         # Returns the entries of `trainer_state`, except `epoch`.
         self.progress: Callable[[], Mapping[str, Any]] = lambda: {"global_step": 0, "max_steps": None}
         self.generation_prompt: Callable[[Int32Array], str] = lambda prompt_ids: ""  # the end of a prompt, as text
-        # Returns (base URL, key) of an endpoint of the policy, for functions with these arguments.
+        # Returns (base URL, key) of an endpoint of the policy, for functions with the arguments `base_url` and `api_key`.
         self.open_endpoint: Callable[[], tuple[str, str]] | None = None
         self._open = False
         # Set when the pool opens: the functions in order, and the weight of each component in the reward.
@@ -200,7 +200,7 @@ class RewardPool:
     # ---- workers
 
     async def _keep(self, process: RewardWorker) -> None:
-        """Let the worker serve. When it is worn or has ended, start a successor and let that serve, and so on."""
+        """Let the worker serve until it is worn or has ended. Then do the same with a successor."""
         while True:
             process.serving = True
             self._notify()
@@ -311,7 +311,7 @@ class RewardPool:
 
     def _with_room(self, call: RewardCall) -> RewardWorker | None:
         """The worker with the fewest running calls among the workers with room for this call; None if there is none. An isolated
-        call needs a worker without calls. If there is none, `_with_room` reserves one worker, so that its calls end."""
+        call needs a worker without calls. If there is none, `_with_room` reserves one worker: no other call begins there."""
         serving = [process for process in self._alive if process.serving and not process.hung_up]
         serving.sort(key=lambda process: (len(process.calls), process.slot))
         if call.isolated:
@@ -384,7 +384,7 @@ class RewardPool:
     async def _scores_by(
         self, model: RewardModel, prompt: Prompt, trajectories: Sequence[Trajectory]
     ) -> list[float | None]:
-        """The scores of one model, with the defaults of `on_error` for failed ones. Errors: RewardError if `on_error` is `fail`."""
+        """The scores of one model, or defaults for failed scores (`on_error`). Errors: RewardError if `on_error` is `fail`."""
         label = f"reward model {model.name!r} (group {prompt.group_id})"
         scores: list[float | None] = [None] * len(trajectories)
         try:
@@ -419,7 +419,7 @@ class RewardPool:
     async def _call_or_default(
         self, function: LoadedFunction, group_id: int, members: Sequence[int], request: dict[str, Any]
     ) -> Answer:
-        """The answer. Unless `on_error` is `fail`, None or 0 replaces each invalid score, and all scores of a failed call."""
+        """The answer. None or 0 replaces each invalid score, and all scores of a failed call. Errors: as `score`."""
         answer: Answer | None = None
         try:
             answer = await self._call(function, group_id, request)
@@ -442,7 +442,7 @@ class RewardPool:
             return answer
 
     def _default_score(self, name: str, error: RewardError, failed: int = 1) -> float | None:
-        """The score that replaces a failed one: None or 0. Counts `failed` errors. If `on_error` is `fail`: raises `error`."""
+        """The score that replaces a failed score: None or 0. Counts `failed` errors. Raises `error` if `on_error` is `fail`."""
         if self._config.on_error == "fail":
             raise error
         default = None if self._config.on_error == "none" else 0.0
@@ -451,7 +451,7 @@ class RewardPool:
         return default
 
     async def _call(self, function: LoadedFunction, group_id: int, request: dict[str, Any]) -> Answer:
-        """The answer, for async functions after up to `retries` more tries. Errors: RewardError, RewardTimeout, RewardCrash."""
+        """The answer. A failed call of an async function has up to `retries` more tries. Errors: RewardError or a subclass."""
         who, what = f"group {group_id}", f"reward {function.name!r}"
         tries = 0
         while True:
@@ -534,7 +534,7 @@ class RewardPool:
 
     @contextmanager
     def _deadlines_moved(self, process: RewardWorker, call: RewardCall, limit_s: float) -> Iterator[None]:
-        """If `call.alone`, move the deadlines of the worker's coroutines by the time of the call: a blocking call stops them."""
+        """A blocking call (`call.alone`) stops the worker's coroutines: move their deadlines by the time of the call."""
         others = [other for other in process.calls if call.alone and other is not call]
         started = anyio.current_time()
         for other in others:
@@ -546,7 +546,7 @@ class RewardPool:
                 other.scope.deadline -= limit_s - (anyio.current_time() - started)
 
     def _abandon(self, process: RewardWorker, call: RewardCall, number: int | None, why: str) -> None:
-        """End a call whose caller no longer waits: cancel its coroutine, or kill its worker. `number`: None if it was not sent."""
+        """End a call whose caller no longer waits: cancel its coroutine, or kill its worker. `number`: None for an unsent call."""
         if number is not None and self._open and not call.alone:
             assert self._tasks is not None
             process.cancel(number)
@@ -559,7 +559,7 @@ class RewardPool:
 
     async def _wait_cancelled(self, process: RewardWorker, call: RewardCall, number: int, why: str) -> None:
         """Wait for a cancelled coroutine, and kill its worker if the coroutine does not end in time. A coroutine cannot end while
-        a blocking call runs, so the remaining time of a blocking call is added."""
+        a blocking call runs, so the remaining time of a blocking call is added to the limit."""
         now = anyio.current_time()
         blocked_s = sum(max(0.0, other.scope.deadline - now) for other in process.calls if other.alone)
         call.scope = anyio.CancelScope(deadline=now + CANCEL_GRACE_S + blocked_s)

@@ -1,10 +1,10 @@
-"""`RewardWorker`, the pool's handle on one worker process: it sends requests, takes replies, measures wear and ends the process.
+"""`RewardWorker`, the pool's handle on a worker process: sends requests, takes replies, counts calls and memory, ends the process.
 
 This module starts the worker's guard (concurrency/guard.py), and the guard starts the worker as its child. Before the guard ends,
 it kills the worker and every process that the worker started. The guard exits with the exit status of the worker.
 
     {"id": n} + cloudpickle       pool -> worker    load the functions, or call one of them
-    {"id": n, "cancel": true}     pool -> worker    cancel the coroutine of request n, which replies when it has ended
+    {"id": n, "cancel": true}     pool -> worker    cancel the coroutine of request n. When it has ended, the worker replies
     {"id": n, "grown": bytes, "answer": ..., "error": ...}
                                   worker -> pool    `answer` or `error`; `grown`: memory gained since the functions' first calls
 
@@ -52,7 +52,7 @@ class RewardCall:
     what: str
     alone: bool
     size: int  # the number of completions
-    # Sent again after a crash that other calls may have caused: it begins in a worker without calls.
+    # True: the call is sent again after a crash that other calls may have caused. It begins in a worker without other calls.
     isolated: bool = False
     # The deadline of this scope is the deadline of the call.
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
@@ -71,7 +71,7 @@ class RewardWorker:
         self._status = ""
         self._grown = 0  # bytes gained since the first calls of the functions
         self._wear_start = (0, 0)  # (calls, bytes) at the last `reset_wear`
-        # The pool sets the result when the worker is worn (`pool.py`), and then starts a successor.
+        # A future. The pool sets its result when the worker is worn (`pool.py`), and then starts a successor.
         self.worn = self._loop.create_future()
         # The worker's number in the pool. A successor gets the number of the worker that it replaces.
         self.slot = 0
@@ -160,7 +160,7 @@ class RewardWorker:
         self._on_hang_up()
 
     def _on_readable(self) -> None:
-        """Take replies from the channel. A reply for which nobody waits any more is discarded."""
+        """Take replies from the channel. A reply to an unknown request, or to a request that has its result, is ignored."""
         try:
             while (message := self._child.channel.take()) is not None:
                 self._grown = int(message["grown"])

@@ -49,7 +49,7 @@ class Function:
         self.asynchronous = is_async(call)
         self.whole_group = whole_group
         self.check = columns_check(call)
-        # Names of parameters, and whether any other argument may be passed by keyword, too (**kwargs).
+        # The names of the parameters, and whether the function takes any other keyword argument (**kwargs).
         self.named: list[str] = []
         self.takes_all = False
         for parameter in inspect.signature(call).parameters.values():
@@ -69,14 +69,14 @@ class Function:
 
 
 class Log:
-    """Collects what one call logs, by TRL's `log_metric` and `log_extra`, and by mappings with other values beside the score."""
+    """Collects what one call logs by TRL's `log_metric` and `log_extra`, and the values beside the scores in returned mappings."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, list[float]] = {}
         self._extras: dict[str, list[Any]] = {}
 
     def metric(self, name: str, value: Any) -> None:
-        """Log a number of this call. Of several numbers with one name the mean is logged, for each completion."""
+        """Log a number of this call. If a name gets several numbers, each completion gets their mean."""
         number = as_number(value)
         if number is None:
             raise UsageError(f"log_metric({name!r}, ...) was given {brief(value)}; expected a number")
@@ -87,7 +87,7 @@ class Log:
         self._extras.setdefault(str(column), []).extend(values)
 
     def columns(self, completions: int) -> dict[str, list[Any]]:
-        """{name: [a JSON value for each completion]}. Errors: `UsageError` for a column of another length, or named as a metric."""
+        """{name: [a JSON value for each completion]}. Errors: `UsageError` for a column with another length or a metric's name."""
         if both := self._metrics.keys() & self._extras.keys():
             raise UsageError(f"log_metric and a logged column have the same name, {min(both)!r}; rename one of them")
         for name, values in self._extras.items():
@@ -100,7 +100,7 @@ class Log:
 
 
 def _json(value: Any) -> Any:
-    """The value in types that JSON has. Objects of other types become texts; `shown(value)` if orjson refuses the value."""
+    """The value in types that JSON has. Objects of other types become texts. If orjson refuses the value, the result is a text."""
     value = plain(value)
     try:
         return orjson.loads(orjson.dumps(value, default=lambda v: str(plain(v)), option=orjson.OPT_NON_STR_KEYS))
@@ -147,7 +147,7 @@ def check_scores(values: Sequence[Any]) -> tuple[list[float | None], list[tuple[
 
 
 def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[str]] = ()) -> list[Function]:
-    """Loads the functions: import paths, or callables that cloudpickle made bytes. `columns`: the names of the columns of each data
+    """Loads the functions: import paths, or callables that cloudpickle pickled. `columns`: the names of the columns of each data
     set, if known. Errors: `ConfigError`; those of the user's code; `UsageError` for a function that cannot score a data set."""
     functions = []
     for source in sources:
@@ -172,7 +172,7 @@ def describe_error(error: BaseException, loading: bool) -> dict[str, str]:
     traced: BaseException | None = error
     if loading:
         message, traced = imports.raised(error), None
-    # Our own errors need no traceback. If an error of the user's code caused one, show the traceback of the cause.
+    # Our own errors need no traceback. If an error of the user's code is the cause, show the traceback of the cause.
     if isinstance(error, (UsageError, ConfigError)):
         message, traced = str(error), None if loading else error.__cause__
     text = ""
@@ -206,8 +206,8 @@ class SocketSession:
         self._loop = loop
         self._pid = os.getpid()
         self._functions: list[Function] = []
-        self._called: set[int | None] = set()  # indices of called functions; None: all were loaded
-        # Memory in bytes after the latest call that was the first one of its function.
+        self._called: set[int | None] = set()  # indices of called functions; None: the load
+        # Memory in bytes. Set after the load, and again after the first call of each function.
         self._baseline = 0
         self._data = bytearray()  # the received part of a message
         self._tasks: dict[int, asyncio.Task[None]] = {}  # coroutines by request
@@ -222,7 +222,7 @@ class SocketSession:
                 self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of a task that a function started and left behind
                 traceback.print_exc()
-            # A function that is not async may run this loop itself: a request that the loop read then would start inside the call.
+            # A function that is not async may run this loop itself. A request that is read meanwhile would start inside the call.
             self._loop.remove_reader(self._sock)
             while self._waiting:
                 self._run_sync(*self._waiting.popleft())
@@ -281,7 +281,7 @@ class SocketSession:
                 answer = _content(answer, log, request)
         except BaseException as error:
             answer = error
-        # Stop the alarm, if the function has set one: it must not go off in the next call.
+        # Stop an alarm that the function has set: it must not go off in the next call.
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._reply(number, request, answer)
 
@@ -339,7 +339,7 @@ def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turn_rewards(value: Any, turns: int) -> list[float] | None:
-    """The rewards of `turns` replies, if `value` is a list with a finite number for each; else None."""
+    """The rewards of `turns` replies, if `value` is a list with a finite number for each. None for any other value."""
     values = plain(value)
     if not isinstance(values, (list, tuple)) or len(values) != turns:
         return None

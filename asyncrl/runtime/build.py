@@ -61,7 +61,7 @@ async def open_ports(run: OpenRun) -> None:
     if dry != (engine_kind == "dry_run"):
         raise ConfigError(f"engine.kind={engine_kind}, train.kind={config.train.kind}: set both or neither to dry_run")
     ledger = await stack.enter_async_context(run.ledger or make_ledger(run))
-    # Imported before the model is loaded, which may take minutes: a mistake in the user's code then ends the start at once.
+    # Loading the model may take minutes. So import the user's code first: a mistake in this code ends the start at once.
     hooks = import_code(config, decided.environment, decided.hooks)
     world, pool = run.world, _make_pool(run)
     if world.generates:
@@ -170,7 +170,7 @@ async def _open_role_parts(run: OpenRun) -> None:
 
 
 def _first_group(run: OpenRun) -> int:
-    """The first id for groups that a program or a door submits. Prompts of the run's data have ids below `EMBEDDED_GROUPS`."""
+    """The first id for groups of a program or a door (door.py). Prompts of the run's data have ids below `EMBEDDED_GROUPS`."""
     rank = run.world.rank
     # A run whose ranks have different roles refuses submitted groups.
     if run.saved is None or run.world.roles.differ:
@@ -179,7 +179,7 @@ def _first_group(run: OpenRun) -> int:
 
 
 def make_ledger(run: OpenRun) -> Any:
-    """The ledger of this rank, not open yet. On rank 0 `run.line`, if set, must not be open yet either."""
+    """The ledger of this rank, not open yet. On rank 0 make the ledger before `run.line` is opened."""
     config, world, rollout = run.config, run.world, run.config.rollout
     turn = run.saved.turn if run.saved else 0
     bounds = (rollout.groups_per_step, turns_bound(config), rollout.late, turn)
@@ -189,7 +189,7 @@ def make_ledger(run: OpenRun) -> Any:
     # Whether ranks have equal shares of a step. Groups of a program or a door, unlike the run's prompts, may all reach one rank.
     by_rank = config.preset == "sync" and has_prompts and not world.roles.differ
     trainers = world.roles.leaders if world.roles.differ else ()
-    # Whether a group's id determines its training rank. A rank replays only what it trained, so a rerun replays the same groups.
+    # Whether a group's id determines its training rank. A rank replays its own groups, so without this a rerun could differ.
     by_id = config.preset == "sync" and config.replay.size > 0
     books = Reservation(*bounds, world.world_size, rollout.sync_warmup_steps, by_rank, trainers, by_id)
     books.set_generating(world.roles.generate)
@@ -266,7 +266,7 @@ def _configured_weights(run: OpenRun) -> dict[str, float]:
 
 
 def _name(function: Any) -> str:
-    """A function's name. For an address its last part, although the function there may have another `__name__`."""
+    """A function's name. For an import path its last part, although the function there may have another `__name__`."""
     if isinstance(function, str):
         return function.replace(":", ".").rpartition(".")[2]
     return str(getattr(function, "__name__", type(function).__name__))

@@ -6,8 +6,8 @@
     CPU with AVX512-BF16 or AMX            bfloat16
     other devices                          float32
 
-The reason, measured on CPUs: the time with bfloat16 divided by the time with float32. Training of SmolLM2-135M: 0.56 with
-AVX512-BF16, 2.3 with AVX-512 alone, 17 with AVX2. Decoding of 32 sequences, on the same CPUs: 0.59, 2.2 and 2.6.
+The rule for CPUs follows a measured ratio: the time with bfloat16 divided by the time with float32. Training of SmolLM2-135M: 0.56
+with AVX512-BF16, 2.3 with AVX-512 alone, 17 with AVX2. Decoding of 32 sequences, on the same CPUs: 0.59, 2.2 and 2.6.
 
 A resumed run keeps its first dtype on any machine, because the saved weights and optimizer state have that dtype. A resumed run
 also keeps the date that a chat template writes into prompts.
@@ -60,7 +60,7 @@ class Decided:
     environment: Environment | Callable[..., Any] | None = None
     hooks: Hooks | None = None
     rows: PromptRows | None = None
-    row_count: int | None = None  # rows of `data.train` or of the program; None without these
+    row_count: int | None = None  # rows of `data.train` or of the program; None: no rows
     engine_was_auto: bool = False  # whether `decide` chose `generation.engine`
 
 
@@ -76,8 +76,8 @@ async def decide(
     checked: bool = False,
     world: World | None = None,
 ) -> Decided:
-    """Check and resolve the settings of a run. The arguments are those of `Runtime`. `checked`: check again only the user's code,
-    and no files. Errors: ConfigError and DataError for the settings, and for the files and code that the settings name."""
+    """Check and resolve the settings of a run. The arguments are those of `Runtime`. `checked`: check only the user's code, because
+    the files were checked before. Errors: ConfigError and DataError for the settings, and for the files and code that they name."""
     stages.begin("checking the device, the settings and the files that they name")
     if world is None:
         world = World.from_env()
@@ -109,8 +109,8 @@ async def decide(
 def choose_settings(
     config: Config, world: World, cards: Cards | None = None, **program: Any
 ) -> tuple[Config, torch.device, tuple[str, ...]]:
-    """(the resolved configuration, the device, sentences about automatic choices). Blocks. `cards`: None: the GPUs that torch sees.
-    `program`: further arguments of `resolve`. Errors: ConfigError."""
+    """(the resolved configuration, the device, sentences about automatic choices). Blocks. `cards`: the GPUs; None: those that
+    torch sees. `program`: further arguments of `resolve`. Errors: ConfigError."""
     config, device, lines = choose_dtype(config, world.local_rank, world.local_world_size, cards)
     config, engine_lines = choose_engine(config, device)
     roles = world.roles
@@ -123,8 +123,8 @@ def choose_dtype(
     config: Config, local_rank: int = 0, ranks: int = 1, cards: Cards | None = None
 ) -> tuple[Config, torch.device, tuple[str, ...]]:
     """Returns (the configuration with `model.dtype` and `data.date` filled in, the device, sentences for the terminal). Call before
-    `resolve`. `train.kind: dry_run`: unchanged, on the CPU. `ranks`: number of ranks on this machine. `cards`: None: the GPUs that
-    torch sees. Errors: ConfigError for a device that this machine does not have."""
+    `resolve`. With `train.kind: dry_run`: `config` itself, and the CPU. `ranks`: number of ranks on this machine. `cards`: the
+    GPUs; None: those that torch sees. Errors: ConfigError for a device that this machine does not have."""
     if config.train.kind != "torch":
         return config, torch.device("cpu"), ()
     cards = cards or Cards()
@@ -172,7 +172,7 @@ def choose_device(name: str, local_rank: int, ranks: int = 1, cards: Cards | Non
         if device.index >= count:
             raise ConfigError(f"model.device is {name}, and torch sees {count} GPU(s) here: cuda:0 to cuda:{count - 1}")
         return device
-    # A launcher may show each rank a single GPU, its own. If ranks share a GPU nevertheless, NCCL refuses the run and names them.
+    # A launcher may show each rank a single GPU, its own. If ranks share a GPU, NCCL refuses the run and names both ranks.
     if count == 1:
         return torch.device("cuda", 0)
     if count < ranks:

@@ -13,7 +13,7 @@ runs/<name>/
   checkpoints/step_N/  Hugging Face format, with the trainer's state in `state/`; `checkpoints/latest` links to the newest
 runs/<name>.<when>/    an old run that `run.overwrite` moved aside; the newest two are kept
 
-Guarantee: no run overwrites a file that no run wrote. `run.overwrite` removes no old run whose directory has such a file.
+Guarantee: a run overwrites only files that a run wrote. `run.overwrite` never removes an old run that has any other file.
 If `runs/<name>` is a link, the link is kept, and an old run moves beside the link's target.
 """
 
@@ -47,7 +47,7 @@ from asyncrl.telemetry.sinks import each_row
 KEPT_ASIDE = 2
 # `run.overwrite` writes this file, with the new name of the directory, into an old run. A directory without it is never removed.
 MARK = ".moved-aside"
-# The directories and files of a run, also of earlier versions.
+# The directories and files of a run, also those that earlier versions of asyncrl wrote.
 FOLDERS = {"rollouts", "workers", "checkpoints", "profile", "tensorboard", "wandb"}
 FILES = {
     "config.yaml", ".lock", "job.json", "metrics.jsonl", "metrics.discarded.jsonl", "trace.json", "nodes.json", "report.html",
@@ -119,7 +119,7 @@ class RunDirectory:
             )
 
     def refuse_foreign(self) -> None:
-        """Errors: ConfigError for files that a run would overwrite and that no run wrote, and for a link to no directory."""
+        """Errors: ConfigError for files that no run wrote and that a run would overwrite, and if `path` links to no directory."""
         if self.path.is_symlink() and not self.path.is_dir():
             raise ConfigError(
                 f"{self.path} is a link to {self.real}, which is no directory; make that directory, or remove the link"
@@ -157,7 +157,7 @@ class RunDirectory:
             for path in (self.metrics, self.trace, self.report):
                 path.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        # A user may resume a run that was moved aside. A later run removes such a directory, unless MARK is missing.
+        # A user may resume a run that was moved aside. If MARK stayed, a later `run.overwrite` could remove the resumed run.
         (self.path / MARK).unlink(missing_ok=True)
         # Fail now, and not at the first checkpoint.
         for folder in (self.checkpoints, self.rollouts):
@@ -191,13 +191,13 @@ class RunDirectory:
             )
         pattern = re.compile(re.escape(self.real.name) + r"\.\d{8}-\d{6}(?:-\d+)?")
         found = (path for path in self.real.parent.iterdir() if pattern.fullmatch(path.name) and not path.is_symlink())
-        # Oldest first. A directory without MARK is none of these: a person may have given it such a name.
+        # Oldest first. A directory without MARK is left out: a person may have given the directory such a name.
         moved_before = sorted(path for path in found if _text(path / MARK) == path.name)
         target = self.real.with_name(f"{self.real.name}.{datetime.now():%Y%m%d-%H%M%S-%f}")
         (self.real / MARK).write_text(target.name, encoding="utf-8")
         self.real.rename(target)
         self._lock.release()
-        # Makes and locks a new directory. Raises ConfigError if another run that was started at the same time is first.
+        # Makes and locks a new directory. Raises ConfigError if another run, started at the same time, has locked it.
         self._lock.acquire()
         lines = [f"run.overwrite: the run that was here is now {target}; the newest {KEPT_ASIDE} such runs are kept"]
         for old in moved_before[: max(len(moved_before) + 1 - KEPT_ASIDE, 0)]:
@@ -210,7 +210,7 @@ class RunDirectory:
 
 
 def _foreign_paths(run: Path, *, files: bool) -> str:
-    """Names, joined by commas, of what no run made in `run`: directories, links to directories, other runs; if `files`, files."""
+    """Comma-separated names in `run` that no run made: directories, links to directories, other runs; with `files` also files."""
 
     def is_foreign(path: Path) -> bool:
         own = FOLDERS if path.is_dir() else FILES
@@ -299,7 +299,7 @@ class DirectoryLock:
                     except OSError as error:
                         if error.errno not in _UNSUPPORTED:
                             raise
-                        # The loop locks the file last, and keeps only that warning: the file's lock alone refuses a second run.
+                        # Only the file's warning is kept: the file's lock refuses a second run even if the directory is unlocked.
                         warning = f"{self._directory} cannot be locked ({error.strerror}): start no second run there; "
                         warning += "the first run would end"
             _refuse_foreign_content(self.path)
@@ -313,7 +313,7 @@ class DirectoryLock:
         return warning
 
     def find_loss(self) -> str | None:
-        """None while the directory is this run's or not locked; else what happened to the directory. Needs no free descriptor."""
+        """What happened to the directory. None if it is still this run's, or if it is not locked. Needs no free descriptor."""
         if not self._descriptors or (self._names_open_files() and self._is_unchanged()):
             return None
         current = self._directory.stat() if self._directory.exists() else None
@@ -325,7 +325,7 @@ class DirectoryLock:
     def release(self) -> None:
         """Remove the file `.lock` and release the locks. May be called twice."""
         if self._descriptors:
-            # `dir_fd`, because the directory may have been moved. Before the unlock: afterwards another run may lock the file.
+            # `dir_fd`: the directory may have been moved. Remove the file before the unlock: afterwards another run may lock it.
             with contextlib.suppress(OSError):
                 if self._is_unchanged():
                     os.unlink(self.path.name, dir_fd=self._descriptors[0])

@@ -14,9 +14,9 @@
 * There is no await between the commit (or drop) of a group and the release of its records, so a resumed run does not train the
   records twice.
 * A record that cannot be trained is refused and released (`records/check.py`). If a step or the reward function fails on a checked
-  group, that group is dropped. A second failure of the same kind ends the run; with several ranks, the first failed step does.
-* Records that are not trained, dropped or refused during the run stay in the ring, for the next run with a ring of this name. Close
-  the ring after the Runtime: a closed ring cannot release the records of trained groups, so the next run would train them again.
+  group, that group is dropped. A second failure of the same kind ends the run. With several ranks the first failed step ends it.
+* A record leaves the ring when it is trained, dropped or refused. Other records stay, for the next run with a ring of this name.
+  Close the ring after the Runtime: a closed ring cannot release the records of trained groups, so the next run trains them again.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def limits_of(runtime: Runtime) -> Limits:
 
 
 class _Door:
-    """Takes records from a ring, and passes whole groups to the intake. As a listener of the Runtime it gets `push` at each commit
-    of a step, and `close` at the end of the training."""
+    """Takes records from a ring, and passes whole groups to the intake. The Runtime calls `push` at each commit of a step, and
+    `close` at the end of the training (`Runtime.listen`)."""
 
     def __init__(self, runtime: Runtime, ring: RecordRing, statistics: DoorStatistics) -> None:
         self._ring = ring

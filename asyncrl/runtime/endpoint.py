@@ -31,8 +31,8 @@ class LazyEndpoint:
         self._listening = anyio.Event()
 
     def open(self, session: Session | None, branch: str = "") -> tuple[str, str]:
-        """(base URL, key) for a branch of the episode of `session`. `session=None`: for requests of no episode, which are not
-        trained. Errors: ConfigError if the extra `http` is not installed, or if the endpoint cannot listen."""
+        """(base URL, key) for a branch of the episode of `session`. `session=None`: for requests that belong to no episode and
+        are not trained. Errors: ConfigError if the extra `http` is not installed, or if the endpoint cannot listen."""
         if self._endpoint is None:
             from asyncrl.endpoint.endpoint import Endpoint
             from asyncrl.http.access import Address
@@ -46,7 +46,7 @@ class LazyEndpoint:
                 count=self._agents.recorder.count,
             )
         address = self._endpoint.open(session, branch)
-        # Wakes `serve`. After `Endpoint.open`, so that a port that cannot be opened fails only this call, not the run.
+        # Wake `serve` only after `Endpoint.open` has succeeded: an error of `serve` would end the whole run.
         self._listening.set()
         return address
 

@@ -67,7 +67,7 @@ class Verdict:
     model_layers: int
     results: tuple[Result, ...]
     seconds: float
-    # A sentence on the rotary frequencies, if they depend on the length of the rows; else empty.
+    # A sentence on the rotary frequencies. Empty if no frequencies depend on the length of the rows.
     rotary: str = ""
     notes: tuple[str, ...] = ()  # sentences on frozen weights, or weights without adapters
 
@@ -186,7 +186,7 @@ def _trial(module: PreTrainedModel, device: torch.device | str, *, long_rows: bo
 
 
 def _require_same_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None:
-    """Errors: ConfigError if parts of the model were replaced after its class built them: its class gives a probe other parts."""
+    """Errors: ConfigError if parts of the model were replaced after its class built them: the probe has the original parts."""
     classes = {name: f"{type(part).__module__}.{type(part).__qualname__}" for name, part in module.named_modules()}
     for name, part in probe.named_modules():
         expected = f"{type(part).__module__}.{type(part).__qualname__}"
@@ -199,7 +199,7 @@ def _require_same_parts(module: PreTrainedModel, probe: PreTrainedModel) -> None
 
 
 def _positions_end(module: PreTrainedModel, longest: int) -> int | None:
-    """The most tokens of a row, if the model fails on rows of `longest` tokens; else None. None also if no probe can be built."""
+    """The most tokens that a row may have. None if the model can run rows of `longest` tokens, or if no probe can be built."""
     for width in WIDTHS:
         with contextlib.suppress(Exception):  # the class may raise anything
             return position_limit(module, longest, width=width)
@@ -248,7 +248,7 @@ def _layers(module: PreTrainedModel) -> int:
 @contextlib.contextmanager
 def _conditions(device: torch.device) -> Iterator[None]:
     """Inside the block torch uses one thread and no TF32, and warnings about the probe are hidden, such as those about kernels that
-    are not installed. Errors: ConfigError if products are still rounded to TF32: no path would agree."""
+    are not installed. Errors: ConfigError if the device rounds products to TF32 in spite of this: then no path would agree."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     disabled = logging.root.manager.disable
     # A probe is so small that several threads would mostly wait for each other, for seconds on a busy machine.

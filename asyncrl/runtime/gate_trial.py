@@ -1,15 +1,15 @@
-"""Compares a path's results on a probe with those of transformers' unmodified eager model.
+"""Compares a path (models/paths.py) with transformers' unmodified eager model, on a probe: a small model of the same class.
 
     training    the path's forward and backward of a packed microbatch (ragged rows, shared prompts, completions that begin alike,
-                a row past every window, and with `long_rows` past the original context), against the eager model
+                a row longer than each window, with `long_rows` also longer than the original context), against the eager model
     sampler     the engine's cache with a shared prompt, prompts longer than a prefill (not on the plain path), rows that end at
                 different tokens, and a new version in between, against an eager forward over prompt and completion
 
 All comparisons are in float32. The eager side shares only the weights with the path, and has no cache. The eager side computes
 each row alone, because a model's class may mix the rows of a batch.
 
-Shape legend: S tokens with mask 1, L tokens of a row, B rows, V vocabulary; O outputs and I inputs of a linear layer, r its rank in
-an adapter, E such layers that are stacked.
+Shape legend: S tokens with mask 1, L tokens of a row, B rows, V vocabulary; O outputs and I inputs of a linear layer, r rank of its
+adapter, E stacked layers (experts).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from asyncrl.types import (
     Trajectory,
 )
 
-# (prompt, completions) in tokens. A row of 28 passes a window of 8, and a short original context (models/probe.py). The first two
+# (prompt, completions) in tokens. A row of 28 tokens is longer than the probe's windows and original context. The first two
 # completions of a group have `_SHARED` tokens in common, so a tree has three levels.
 _GROUPS = ((7, (13, 9, 4)), (2, (26,)))
 _SHARED = 4
-# (tokens of the prompt, tokens of the completion, whether the prompt is that of the previous request). The compilation of a matrix
-# product of a new size takes longer than the product. So every prefill has 12 tokens. A prompt's last token is decoded, so before
-# the new version 16 + 8 = 2 x 12 tokens are prefilled, and after it 16 + 8 + 3 x 4 = 3 x 12. Two of three rows end at one step.
+# (tokens of the prompt, tokens of the completion, whether the prompt is that of the previous request). Every prefill has 12 tokens,
+# because compiling a matrix product of a new size takes long. A row's last token is not prefilled, and a shared prompt is prefilled
+# once: first 16 + 8 = 2 x 12 tokens. After the new version each row has 4 more tokens: 16 + 8 + 3 x 4 = 3 x 12.
 _REQUESTS = ((17, 5, False), (17, 6, True), (9, 5, False))
 _PREFILL = 12  # tokens of a prefill, so that longer prompts take several
 # For the plain path: both prompts of 17 tokens in one prefill, so that their rows share a cache and end at different steps.
@@ -98,7 +98,7 @@ class Trial:
         """`probe`, `long_rows`: as in models/probe.py. `lora`, `checkpointing`, `dtype`: the run's settings. Errors: any exception
         of the model's class."""
         self.probe = probe
-        self._untouched = copy.deepcopy(probe)  # for each path: some models keep state after a forward
+        self._untouched = copy.deepcopy(probe)  # copied for each path: some models keep state
         self._lora = lora
         self._checkpointing = checkpointing
         self._dtype = dtype
@@ -111,7 +111,7 @@ class Trial:
         self._test_row = self._tokens(6)[self._random.integers(0, 6, self._longest)]
         with torch.no_grad():
             self._test_logits_LV = self._logits(self._test_row)
-        # Softens the distribution. In a sharp one, rounding and the choice of a token could hide every other difference.
+        # Softens the distribution. In a sharp distribution, rounding and the choice of a token could hide every other difference.
         self.temperature = max(1.0, round(float(self._test_logits_LV.std(-1).mean()) / 2, 1))
         self.rows = self._make_rows()
         self.batch: Microbatch = pack_groups(self.rows, 1 << 20)[0]
@@ -297,7 +297,7 @@ class Trial:
 def _adapter_pairs(
     policy: PolicyModel, computed: dict[str, Tensor], gradients: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name of an adapter's B -> its computed and its expected gradient, which is `scale dW A'` (models/parameters/lora.py).
+    """Name of an adapter's B -> (computed gradient, expected gradient `scale dW A'`), see models/parameters/lora.py.
     A is not compared: its gradient is 0, because B is 0 at first."""
     lora = policy.lora
     assert lora is not None

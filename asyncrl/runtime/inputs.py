@@ -1,7 +1,7 @@
 """Checks the files, packages and code that the settings name, before a run makes or loads anything. Also reads the prompts.
 
-Functions that read files or ask the hub block: call them on a thread. One error lists all problems. User code may import torch for
-seconds, so it runs only if the other checks find no problem. A run loads reward functions, environment, hooks before its model.
+Functions that read files or ask the hub are slow: call them on a thread. One error lists all problems. User code may take seconds
+(`import torch`), so it runs only if the other checks find no problem. A run loads rewards, environment and hooks before its model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from asyncrl.distributed.world import World  # imports torch
 
 _COLUMN_ROWS = 20  # rows that are searched for columns
-_CHECKED_ROWS = 20_000  # checked rows of a file, in under a second
+_CHECKED_ROWS = 20_000  # limit of checked rows of a file; takes under 1 s
 # The batch on which a user's loss is tried: how many tokens of each sequence are in the loss.
 _LENGTHS = (3, 0, 2, 4, 1)
 # How this batch is split into microbatches. A microbatch is a tuple of indices of sequences.
@@ -69,8 +69,8 @@ _sources_read: dict[str, tuple[PromptRows, list[str]]] = {}
 
 def check_start(config: Config, code: bool) -> None:
     """Check names, files, and the columns that reward functions need. Call before the import of torch, which takes seconds.
-    `code`: also run user code in this process. A run calls `check_code` instead, under its watchdog, since the code may hang.
-    Errors: as `check_inputs`."""
+    `code`: also run user code in this process. A run sets `code` to False, and calls `check_code` later under its watchdog, because
+    the code may hang. Errors: as `check_inputs`."""
     ranks = os.environ.get("WORLD_SIZE", "")
     setting = config.distributed
     roles = Roles.resolve(setting, int(ranks) if ranks.isdecimal() else Roles.ranks_named(setting))
@@ -90,8 +90,8 @@ def check_start(config: Config, code: bool) -> None:
 
 
 def require_free_lanes(config: Config, roles: Roles) -> None:
-    """Errors: ConfigError if, while rank 0 evaluates, a reward model has to score on the lane of a rank that waits for rank 0 in a
-    collective. Both would wait for ever."""
+    """Refuses settings that deadlock: rank 0 evaluates, and waits for the reward model of another rank. The lane of that rank waits
+    for rank 0 in a collective. Errors: ConfigError."""
     waiting = {*roles.generate} & {*roles.train[roles.context :]}
     if roles.differ and waiting and config.reward.model and config.data.eval is not None:
         raise ConfigError(
@@ -262,7 +262,7 @@ def check_rewards(config: Config, pool: RewardPool) -> None:
 
 def check_components(config: Config, scored: Collection[str]) -> None:
     """Check that the reward components named in settings exist. `scored`: the components of reward functions and reward models.
-    Other environments than single_turn may add components, so nothing is checked for these. Errors: ConfigError."""
+    Does nothing for an environment other than single_turn, because it may add components. Errors: ConfigError."""
     if config.rollout.environment != "single_turn":
         return
     filterable = [*scored, OVERLONG] if config.reward.overlong.cache is not None else scored
@@ -357,7 +357,7 @@ def _check_model(source: str, setting: str) -> None:
 
 
 def _has_agents(config: Config, own_environment: bool = False) -> bool:
-    """Whether agents play the episodes: their rows may lack a prompt. `own_environment`: the program passes an environment."""
+    """Whether agents play the episodes. Rows for agents may lack a prompt. `own_environment`: the program passes an environment."""
     return own_environment or config.rollout.environment != "single_turn"
 
 
@@ -475,7 +475,7 @@ def load_prompts(
         rows = rows_of(config.data.train)
     elif rows is None and config.train.kind == "dry_run" and config.door.ring is None:
         rows = load_rows([{"prompt": f"dry-run prompt number {number}"} for number in range(256)])
-    # If roles differ, only the cursor of rank 0 moves. Rank 0 sends group ids, and the ranks that generate read these prompts.
+    # If roles differ, only the cursor of rank 0 moves. Rank 0 sends group ids, and generating ranks read the prompts of these ids.
     one_cursor, needed = world.roles.differ, world.generates or world.is_first
     agents = _has_agents(config, own_environment)
     prompts: PromptSource | None = None

@@ -155,7 +155,7 @@ class Journal:
         window = self._recorder.take_window()
         metrics = {
             **dict.fromkeys(_ALWAYS, 0.0),
-            # Without the COUNTED counts, which stay for the next step: `report.metrics` has those of this step.
+            # The counts in COUNTED stay in the recorder, for the next step. `report.metrics` has the counts of this step.
             **self._recorder.drain(COUNTED),
             # Replaces metrics of the recorder. The recorder's mean reward is over scored groups, the report's over trained groups.
             **report.metrics,
@@ -196,7 +196,7 @@ class Journal:
             self.live.note("  ".join(f"{name} {value:.3f}" for name, value in extra.items()))
 
     def _remember(self, version: int, line: dict[str, float]) -> None:
-        """Add a line to the history, or add metrics to the history's last line if that has the same version."""
+        """Add a line to the history. If the history's last line has the same version, add the metrics to that line."""
         # Each step makes new strings for the same names. Interned names share memory.
         line = {sys.intern(name): value for name, value in line.items()}
         if self.history and self.history[-1][0] == version:
@@ -218,7 +218,7 @@ class Journal:
         if self._directory is None and not report.groups:
             return
         writer, version = self._rollouts, report.version
-        # The version before the batch. `version` is that of the batch's last update, or of an earlier update if the run ends there.
+        # The version before the batch. Usually `version` comes after the batch's last update, but a run may end within a batch.
         trained_at = version - 1 - (version - 1 - self._base) % versions_per_batch(self._config)
         advantages = {
             (group_id, member): float(value)
@@ -238,7 +238,7 @@ class Journal:
             await offload(write, "rollouts")
 
     async def hold(self, version: int, extra: Mapping[str, float]) -> None:
-        """As `write`, but a committed step's line waits for `write_pending` if it is not written yet."""
+        """As `write`, but the unwritten line of a committed step waits for `write_pending`."""
         if version not in self._pending:
             return await self.write(version, extra)
         self._pending[version][1].update(extra)

@@ -62,8 +62,8 @@ async def meet_ranks(run: OpenRun) -> None:
 
 
 async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
-    """At the end: tell rank 0 that this rank leaves, or on rank 0 wait until the other ranks have left. Then close the line.
-    Errors: RankLost on rank 0, if rank 0 did not fail and another rank did not leave: torchrun would wait for that one."""
+    """At the end: on rank 0 wait until the other ranks have left, on others tell rank 0 that this rank leaves. Then close the line.
+    Errors: RankLost on a successful rank 0 if another rank did not leave. Without the error torchrun would wait for that rank."""
     world, line, missing = run.world, run.line, list[str]()
     failed = kind is not None or not world.is_open
     timeout_s = _LEAVE_AFTER_ERROR_S if failed else _LEAVE_S
@@ -76,7 +76,7 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
                 if _joins(run, peer) and not run.dispatch.generates(peer):
                     line.give_up(peer, RankLost("the run has ended"))
         if line is not None:
-            # Until they have left, other ranks may ask rank 0. A lost rank that only generates is not missing.
+            # Other ranks may send requests until they have left. A lost rank that only generates is not missing.
             missing = await line.leave(timeout_s)
             missing = [peer for peer in missing if not _joins(run, peer)]
             missing = [peer for peer in missing if peer in line.peers or world.roles.trains(_rank_of(peer))]
@@ -91,8 +91,8 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
 
 
 def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, RankLost | None], None], Handler]:
-    """Three handlers for the line: on ranks other than 0, for the loss of rank 0; on rank 0, for the end of another rank; on each
-    rank, for the message in which another rank says why it ends (`END_REASON`)."""
+    """Three handlers for the line. On ranks other than 0: for the loss of rank 0. On rank 0: for the end of another rank. On each
+    rank: for the message in which another rank says why it ends (`END_REASON`)."""
     world = run.world
 
     def lose(lost: RankLost) -> None:
@@ -117,7 +117,7 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
             lose(RankLost(f"{lost}{world.roles.shared(_rank_of(peer))}", lost.stopped_by))
         elif run.ended_by is None and run.stopped_by is None and (reported := run.end_reasons.get(peer)) is not None:
             # The peer has left because of an error, and this rank has no error. Without `lose` this rank would wait for groups that
-            # never come. The reason may name another rank than the peer, so the siblings of the peer are not named.
+            # never come. `roles.shared` is not added here, because the reason may name another rank than the peer.
             lose(reported)
 
     async def on_end_reason(peer: str, ended: Any, buffers: Any) -> None:
@@ -133,7 +133,7 @@ def _on_lost(run: OpenRun) -> tuple[Callable[[RankLost], None], Callable[[str, R
             run.end_reasons[peer] = lost
             world.lost.report(str(lost))
             if lost.stopped_by is not None and run.ledger is not None:
-                # After a signal this rank gets no error of its own. It may be a sibling that waits for a call of its leader.
+                # After a signal this rank gets no error of its own. It may wait for a call of its leader (pumps/siblings.py).
                 run.ledger.lose(lost)
         elif ended["one_rank"] or _joins(run, peer):
             run.line.give_up(peer, lost)
@@ -255,7 +255,7 @@ def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
         return run.line.forget(peer)
     dispatch, ledger, orders, server, rank = run.dispatch, run.ledger, run.orders, run.line, _rank_of(peer)
     assert dispatch is not None and ledger is not None and orders is not None and isinstance(server, LineServer)
-    # No `await` between these calls: else a checkpoint could miss a prompt.
+    # An `await` between these calls would let a checkpoint miss a prompt.
     groups = ledger.lose_generator(rank)
     dispatch.lose(peer, groups)
     orders.orders.lose(peer, str(lost))

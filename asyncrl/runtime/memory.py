@@ -1,8 +1,8 @@
 """Forecasts the memory of each device by one formula for all models, warns if too little is free, and chooses settings.
 
-Weights follow from the number of parameters, and a microbatch from the output widths of the model's modules. The factors were
-fitted to measured peaks, and the forecast is within 25 % of each of those peaks (tools/results/memory.md, context.md). Every row is
-assumed to be the longest one: the longest prompt and `rollout.max_tokens` more tokens. Not counted: states of recurrent layers,
+The size of weights follows from the number of parameters, and the size of a microbatch from the output widths of the modules. The
+factors were fitted to measured peaks, and the forecast is within 25 % of each peak (tools/results/memory.md, context.md). Every row
+is assumed to have the largest length: the longest prompt plus `rollout.max_tokens` tokens. Not counted: states of recurrent layers,
 routes of experts, and on a CPU the kernels and packed weights that oneDNN keeps. No run is refused because of the forecast.
 """
 
@@ -38,19 +38,18 @@ from .placement import GIB, Cards, Placement, place
 
 # Bytes per parameter that `replicate` keeps on each rank with bfloat16: float32 master, gradient and two moments; working copy.
 _STATE = 18
-_MAX_STATE = 0.7  # of a GPU's memory; with more, fsdp is the default
+_MAX_STATE = 0.7  # of a GPU's memory; for a larger state, fsdp is the default
 _MAX_USED = 0.85  # of a device's memory: the prediction is rough
 _MICROBATCHES = (16384, 8192, 4096, 2048)  # tokens, tried in this order
-# Fitted: (elements kept for backward, temporary elements in the backward of one layer), per element of a module's output. For
-# experts per element of the inputs and outputs of a token's experts; for a selective scan per element of its states.
+# Fitted: (elements kept for backward, temporary elements in the backward of one layer), per element of a module's output.
+# "experts": per element of the inputs and outputs of a token's experts. "scan" (selective scan): per element of its states.
 _FACTORS = {"fused": (1.0, 1.35), "modules": (2.1, 0.5), "experts": (1.35, 0.7), "scan": (3.0, 4.0)}
-# Rows of logits that the head computes at a time on a CPU.
-_CPU_HEAD_ROWS = 64
+_CPU_HEAD_ROWS = 64  # rows of logits that the head computes at a time on a CPU
 # Bytes that torch, gloo, and oneDNN or cuBLAS take for their first products and messages.
 _LIBRARIES = 32 << 20
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")  # in models' configurations
-# Bytes of a worker's process before it computes: on a GPU CUDA's code and libraries, on a CPU Python and torch. A process that
-# computes on another GPU takes as many bytes of the trainer's GPU, too, because it opens the board there.
+# Bytes of a worker's process before it computes. On a GPU: CUDA's code and libraries. On a CPU: Python and torch. A process that
+# computes on another GPU also takes these bytes on the trainer's GPU, because it opens the board there.
 _PROCESS = 600 << 20
 
 
@@ -79,12 +78,13 @@ def predicted(
     cut: Cut | None = None,
 ) -> dict[str, int]:
     """Purpose -> bytes that one rank needs on its device, computed from the model's configuration: nothing is allocated. `ranks`:
-    number of ranks that train. `prompts`: result of `measure_prompts`; None: `data.max_prompt_tokens`. `path`: the model's path;
+    number of ranks that train. `prompts`: result of `measure_prompts`; None: the limit of the settings. `path`: the model's path;
     None: guessed. `placement`: None: trainer and engine share a CPU. `cut`: used under `fsdp`; None: `Cut(ranks)`.
     Errors: ConfigError if the model's configuration cannot be read. The purposes are:
-    weights, gradients, optimizer: of the trained parameters, in float32 or wider. With adapters `weights` has the frozen ones, too.
-    copies: in the matmul dtype the working copy, merged weights of adapters, the reference, both halves of the weight board, and
-    what FSDP gathers; FSDP's gradients in float32, too. On a rank that only generates: board, adapters, weights to merge them with.
+    weights, gradients, optimizer: of trained parameters, in float32 or wider. With adapters, `weights` includes the frozen weights.
+    copies: in the matmul dtype the working copy, merged weights of adapters, the reference, both halves of the weight board, what
+    FSDP gathers, and FSDP's gradients. FSDP's gradients count a second time in float32 or wider. A rank that only generates has the
+    board and merged weights in the matmul dtype, and adapters in float32 or wider.
     microbatch: activations, logits, and the larger of the head's and one layer's backward.
     cache: keys and values. workers: their libraries, and vLLM's weights. reward_models: weights and one batch. libraries: fixed."""
     placement = placement or Placement((), 1, 1, "")
@@ -128,7 +128,7 @@ def _weight_parts(
     if not placement.generates and (sharded or not (adapters or itemsize < wide)):
         # The board of each rank has only the rank's stripe.
         copies = merged + 2 * parameters // ranks
-    # A separate working copy. Without it a half of the board is the working copy (weights/sync.py), or in float32 the masters are.
+    # Here the working copy is separate. In the other cases it is a half of the board (weights/sync.py), or the float32 masters.
     if sharded or (itemsize < wide and (adapters or not copies)):
         copies += trained
     copies = (copies + (parameters if needs_reference(config.algorithm) else 0)) * itemsize
@@ -158,11 +158,11 @@ def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPat
     layers, hidden, vocabulary = int(text.num_hidden_layers), int(text.hidden_size) * itemsize, int(text.vocab_size)
     heads, wide = _heads(text), max(itemsize, 4)
     tokens = -(-config.train.tokens_per_microbatch // siblings)
-    # `row_tokens`: tokens of all rows. For backward, attention keeps `score` bytes per score, `operands` per token for q, k, v.
+    # `row_tokens`: tokens of all rows. For backward, attention keeps `score` bytes a score, and `operands` bytes a token (q, k, v).
     row_tokens, score, operands = float(tokens), 0, 0
     key_width, value_width = _head_widths(text)
     if path.name == "plain":
-        # Every row repeats its prompt. Eager attention keeps its weights, and in 16-bit types also their softmax in float32.
+        # Every row repeats its prompt. Eager attention keeps its weights. In 16-bit types it also keeps them in float32.
         members = max(1, min(config.rollout.group_size, (tokens - prompt) // completion))
         row_tokens *= members * context / (prompt + members * completion)
         score = 0 if path.attention == "sdpa" else itemsize + (wide if itemsize < wide else 0)
@@ -172,7 +172,7 @@ def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPat
             score = wide
             operands = heads * (2 * key_width + value_width) * wide if itemsize < wide else 0
     elif device == "cpu":
-        # Attention keeps its weights if all rows are short (models/attention/rows.py). Each sibling has a part of the heads.
+        # Attention keeps its weights if all rows are short (models/attention/rows.py). Each of the `siblings` ranks has some heads.
         scores = max(completion * context, prompt**2) * 4 * heads
         score = itemsize if scores <= row_bytes(itemsize) * siblings else 0
     kept, temporary = (row_tokens * itemsize * size for size in _widths(described, path, wide // itemsize))
@@ -199,7 +199,7 @@ def _widths(described: PreTrainedModel, path: ModelPath, widening: int) -> tuple
     for name, module in described.named_modules():
         if "experts" in name and "shared" not in name:
             for weight in (p for p in module.parameters(recurse=False) if p.ndim == 3 or isinstance(module, nn.Linear)):
-                # A weight with three dimensions holds all experts. Otherwise each expert has its own weight.
+                # A weight with three dimensions holds all experts. A weight with two dimensions belongs to one expert.
                 widths["experts"] += chosen * sum(weight.shape[-2:]) / (1 if weight.ndim == 3 else experts)
         elif module is not described.get_output_embeddings():
             # transformers' Conv1D calls its output width `nf`.
@@ -214,8 +214,8 @@ def _widths(described: PreTrainedModel, path: ModelPath, widening: int) -> tuple
     # A layer with norms of queries and keys also keeps the inputs of these norms.
     kept += leaves["q_norm"] * queries + leaves["k_norm"] * keys
     if path == FUSED:
-        # A fused layer also keeps the output of attention, and the outputs of both its branches if norms follow them. Its inputs
-        # are not added: two outputs that are counted above are as wide, and are not kept (models/fused/decoder.py).
+        # A fused layer also keeps the output of attention. If norms follow both branches, it keeps the outputs of both branches.
+        # The layer's inputs are not added: they are as wide as two outputs that are counted but not kept (models/fused/decoder.py).
         kept += _attention_layers(text) * queries + 2 * int(text.hidden_size) * leaves["post_feedforward_layernorm"]
     return kept, temporary
 
@@ -229,8 +229,8 @@ def _key_heads(text: Any) -> int:
 
 
 def _guess_path(described: PreTrainedModel) -> ModelPath:
-    """A guess from the configuration: FUSED has kernels for two activations. The real path is known after the model is loaded
-    (runtime/gate.py)."""
+    """A guess from the configuration: FUSED for the two usual activations of gated MLPs. The real path is known after the model is
+    loaded (runtime/gate.py)."""
     text = described.config.get_text_config()
     if hasattr(text, "kv_lora_rank") or any(isinstance(module, nn.Conv1d) for module in described.modules()):
         return PLAIN[0]
@@ -267,7 +267,7 @@ def cut_model(
     the same cut."""
     ranks, per_machine = len(world.roles.train), world.local_world_size
     memory = (cards or Cards()).memory(device) if device.type == "cuda" else _meminfo("MemTotal") // per_machine
-    # Each machine holds a copy of its own, unless it has only one rank, or the training ranks do not fill whole machines.
+    # If training ranks fill whole machines, several ranks on each, each machine may hold a copy. If not, all ranks share a copy.
     fills_machines = ranks % per_machine == 0 and world.roles.train == tuple(range(ranks))
     shards = per_machine if per_machine > 1 and fills_machines else ranks
     for cut in (Cut(shards, True), Cut(shards)):
@@ -312,14 +312,14 @@ def fit_card(
 
 def worker_parts(config: Config, placement: Placement, cache: int) -> dict[str, int]:
     """Purpose -> bytes of a worker's process on another GPU than the trainer's. `cache`: bytes of the caches of all workers."""
-    # The embedded engine copies both halves of the board. vLLM has its own parameters, or its part of them, and a copy of one half.
+    # The embedded engine copies both halves of the board. A vLLM process copies one half, and has its share of vLLM's parameters.
     half, split = parameter_count(config.model) * DTYPES[config.model.dtype].itemsize, placement.tensor_parallel
     process = _PROCESS + (GPU_WORKSPACE if config.generation.engine == "vllm" else 0)
     return {"copies": half + half // split, "cache": placement.share(cache) // split, "workers": process}
 
 
 def kv_positions(config: Config, prompts: PromptLengths | None = None) -> int:
-    """Positions in the engine's cache: as configured, or else enough for `engine.max_sequences` sequences of the largest length."""
+    """Positions in the engine's cache: as configured. If not: enough for `engine.max_sequences` sequences of the largest length."""
     configured, sequences = config.engine.kv_positions, config.engine.max_sequences
     assert sequences is not None
     return configured or max(sequences * (_longest(config, prompts) + config.rollout.max_tokens), row_limit(config))

@@ -77,9 +77,9 @@ _OF_ONE_RANK = PlatformError, TransportError, WorkerDied, StallError, RankLost
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The state of a run, or its result. `books`: numbers of all ranks. `reasons`: `dropped: REASON` or `failed: REASON` -> this
-    rank's groups (with `distributed.roles`, on rank 0: the groups of all ranks). `shares`: metrics `busy/*` and `idle/*`, as
-    fractions of the run. `history`: (version, metrics) of the newest 2,000 lines."""
+    """The state of a run, or its result. `books`: numbers of groups, over all ranks. `reasons`: `dropped: REASON` or
+    `failed: REASON` -> number of groups of this rank (on rank 0, if ranks have different roles: of all ranks). `shares`: metrics
+    `busy/*` and `idle/*`, as fractions of the run. `history`: (version, metrics) of the newest 2,000 lines of metrics."""
 
     version: int
     books: LedgerStatistics
@@ -108,7 +108,7 @@ class OpenRun:
     # On rank 0: the first rank that has loaded its reward models, and their fingerprints.
     first_rewards: tuple[int, list[str]] | None = None
     placement_line: str = ""  # a sentence: device and threads of the engine
-    line: LineServer | LineClient | None = None  # to the other ranks; None if there can be none
+    line: LineServer | LineClient | None = None  # to the other ranks; None if there can be no other ranks
     ledger: LineLedger | None = None  # made with the line
     positions: Positions | None = None  # made with the line, on ranks that train
     # Only if ranks have different roles:
@@ -124,7 +124,7 @@ class OpenRun:
     ports: Ports
     checkpointer: Checkpointer
     profiler: StepProfiler
-    prompts: PromptSource | None = None  # None if groups are submitted, or only others read prompts
+    prompts: PromptSource | None = None  # None: groups from outside, or a rank that reads no prompts
     graph: Graph
 
     def __init__(
@@ -139,7 +139,7 @@ class OpenRun:
         self.stack = stack
         self.supervisor = Supervisor()
         self.stopped_by: str | None = None  # the name of a signal
-        # Another rank -> why it ended, by its message. Rank 0 has the reasons of training ranks, other ranks the reason of rank 0.
+        # Another rank -> the reason in its `END_REASON`. Rank 0 has reasons of training ranks, other ranks the reason of rank 0.
         self.end_reasons: dict[str, RankLost] = {}
         self.ended_by: BaseException | None = None  # the error that ended the pumps
         self.stalled = False  # another rank has reported a standstill of the run
@@ -245,7 +245,7 @@ class OpenRun:
         extra: dict[str, float] = {}
         seconds = report.metrics.get("time/step")
         if self.peak_flops is not None and self.policy is not None and seconds:
-            # Siblings share the work on the groups of their leader.
+            # `distributed.context` ranks divide the work on each microbatch, so this rank did only its part of the work.
             flop = needed_flop(report, self.policy, self.config) / self.config.distributed.context
             extra["perf/mfu"] = flop / seconds / self.peak_flops
         if self.prompts is not None:
@@ -255,8 +255,8 @@ class OpenRun:
 
     async def _at_version(self, version: int, first: bool = False) -> None:
         """Evaluate if due, write the line of metrics, and save a checkpoint if due. The slots of the step are released afterwards.
-        The checkpoint comes last, so a run that is killed and resumed misses no line. While an evaluation runs beside further
-        steps, lines and checkpoint files wait, but a checkpoint's state is copied at once. `first`: the run's first version."""
+        The checkpoint comes last, so a run that is killed and resumed misses no line. If the evaluation runs beside further steps,
+        line and checkpoint are written after it, but the checkpoint's state is copied at once. `first`: the run's first version."""
         self._in_at_version = True
         try:
             await self.checkpointer.check_directory()
@@ -307,7 +307,7 @@ class OpenRun:
             self.graph.stop_at(self.ports.ledger.turn + 1)
 
     async def drain(self) -> None:
-        """End without an error: train all submitted groups, and wait until every rank has released its last step."""
+        """End without an error: `Graph.drain`, then wait until every rank has released its last step."""
         await self.graph.drain()
         await self._wait_for_other_ranks()
         self.supervisor.cancel()  # the lag monitor never ends by itself
@@ -321,7 +321,7 @@ class OpenRun:
             return await self.remote.leave()
         if self.dispatch is not None:
             await self.dispatch.wait_finished([f"rank {rank}" for rank in range(1, self.world.world_size)])
-            # Only groups that were on their way between two ranks when both stopped are still live.
+            # Groups that are live now were on their way between two ranks when both ranks stopped.
             for ticket in ledger.live_groups(everywhere=True):
                 await ledger.end(ticket, "dropped", "the run ended first")
         while self.line is not None:
@@ -349,7 +349,7 @@ class OpenRun:
         stopped |= isinstance(error, RankLost) and error.stopped_by is not None
         with anyio.CancelScope(shield=True):
             self.stages.begin("ending the live groups")
-            # Before `end_all` below ends the live groups: `rank_state` must contain them.
+            # The result of `rank_state` must contain the live groups, so it is made before `end_all` below ends these groups.
             version, state = self.ports.trainer.version, self.checkpointer.rank_state(self.graph.waiting_prompt)
             outcome = "closed" if error is None else f"run ended: {type(error).__name__}"
             try:
@@ -395,7 +395,7 @@ class OpenRun:
                 self._check_books()
 
     async def _send_end_reason(self, error: BaseException) -> None:
-        """Notify rank 0, or on rank 0 all ranks, that this rank ends early. With nccl, collectives would wait for this rank."""
+        """Send why this rank ends: rank 0 to all ranks, other ranks to rank 0. Without this message nccl collectives would hang."""
         from asyncrl.distributed.line import LineServer
 
         world, line = self.world, self.line
@@ -404,7 +404,7 @@ class OpenRun:
             reason = "; ".join([str(error), *reasons_beside(self.end_reasons, error)])
         stopped_by = self.stopped_by or (error.stopped_by if isinstance(error, RankLost) else None)
         if isinstance(error, RankLost) and isinstance(line, LineServer):
-            # The error of a collective does not name the dead rank. Collectives fail before the line gives the dead rank up.
+            # The error of a collective does not name the dead rank. Collectives fail before the line declares the rank lost.
             down = {peer for peer, silence_s in line.silences().items() if silence_s} - self.end_reasons.keys()
             # A rank that only generates is in no collective.
             for rank in (rank for rank in world.roles.train if f"rank {rank}" in down):

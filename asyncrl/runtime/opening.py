@@ -37,7 +37,7 @@ async def open_run(
     stages.begin("opening the ledger")
     await open_ports(run)
     stack.callback(stages.begin, "closing the engine, the reward workers and the lanes")
-    # The watchdog limits the time of every closure on these lanes. Not earlier, because loading the model may take longer.
+    # From here on the watchdog limits the time of every closure on these lanes. Not before: loading a model may take longer.
     stages.lanes.extend(run.lanes)
     stages.begin("reading the prompts")
     with recorder.wait("runtime", "the prompts", on="disk", cause="start"):
@@ -71,7 +71,7 @@ async def open_run(
 
 
 async def _open_directory(run: OpenRun) -> None:
-    """Lock the run directory, find the checkpoint to resume from, and make the journal; `_open_sinks` opens its files."""
+    """Lock the run directory, find the checkpoint to resume from, and make the journal, whose files `_open_sinks` opens."""
     config, directory, stages = run.config, run.directory, run.stages
     stages.begin("opening the run directory")
     opened: list[str] = []
@@ -80,7 +80,7 @@ async def _open_directory(run: OpenRun) -> None:
         run.stack.callback(directory.close)
         opened = await offload(lambda: directory.open(config, is_first=run.world.is_first), "run-directory")
     run.saved = await offload(lambda: SavedRun.to_resume(config, directory), "find-checkpoint")
-    # The journal removes the lines after version `since`: all (-1) if a restart finds no checkpoint, none (None) in a new run.
+    # The journal removes the lines after version `since`. -1: all lines, for a restart without a checkpoint. None: no line.
     since = -1 if directory and directory.restart else None
     if run.saved:
         since = run.saved.version
@@ -98,7 +98,7 @@ async def _open_directory(run: OpenRun) -> None:
 
 
 async def _open_sinks(run: OpenRun, notes: list[str]) -> None:
-    """Open the sinks of the journal, and the profiler. Show the notes of the start. `notes`: those about the prompts."""
+    """Open the sinks of the journal, and the profiler. Show the notes of the start. `notes`: the notes about the prompts."""
     config, journal, policy = run.config, run.journal, run.policy
     journal.reserve = run.checkpointer.bytes_needed()
     await journal.open(partial(decode, run.tokenizer))

@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.pumps.pipeline import StepReport
 
 if TYPE_CHECKING:
-    # This module imports transformers, which takes seconds, and which `train.kind: dry_run` does not need.
+    # `models.policy` imports transformers, which takes seconds, and which `train.kind: dry_run` does not need.
     from asyncrl.models.policy import PolicyModel
 
 # TFLOP/s of dense bfloat16 products on tensor cores: half of the numbers in NVIDIA's data sheets, which are for sparse products.
@@ -44,7 +44,7 @@ def needed_flop(report: StepReport, policy: PolicyModel, config: Config) -> floa
     """Floating-point operations that the groups of a step needed.
     A token costs 2 per parameter of a matrix product in the forward pass and 4 in the backward pass. Sampling is one forward (2).
     Each update is a forward and a backward (6; 4 with adapters). A reference model is one more forward (2). A prompt counts once
-    per group, without the head. Attention over the context, norms, softmax, the products of adapters and the optimizer are not
+    per group, without the head. Attention over the context, norms, softmax, the optimizer and the products of adapters are not
     counted, so the fraction of the peak is a little too low."""
     head = policy.head.weight.numel()
     trajectories = [trajectory for group in report.groups for trajectory in group.trajectories]
@@ -78,7 +78,7 @@ class StepProfiler:
             )
 
     async def at(self, version: int) -> None:
-        """Call when `version` has been published. Opens the range at the first version in it, and closes the range at the last."""
+        """Call when `version` has been published. Opens the range at its first version, and closes it at its last version."""
         if self._recording and version >= self._last_version:
             await self._stop(version)
         elif self._pending and not self._recording and self._first_version <= version < self._last_version:

@@ -159,7 +159,7 @@ def _reason_for_embedded(config: Config, device: torch.device) -> str | None:
         return "nothing generates in workers"
     if config.algorithm.router_replay:
         return "algorithm.router_replay is true"
-    # For other dtypes `algorithm.mismatch_gate` is by default 0.001 nats, and two engines may differ by more.
+    # Without bfloat16 the default of `algorithm.mismatch_gate` is 0.001 nats, and two engines may differ by more.
     if config.model.dtype != "bfloat16":
         return f"model.dtype is {config.model.dtype}"
     if (problem := vllm_problem(device.type)) is not None:
@@ -181,8 +181,8 @@ def embedded_on_plain_path(config: Config, path: str) -> tuple[Config, list[str]
 
 
 def longest_row(text: Any) -> int | None:
-    """The most tokens of a row in vLLM. `text`: the text part of a model's configuration. None: not known, for example because a
-    factor scales the rotary positions: vLLM then computes the length itself."""
+    """The most tokens of a row in vLLM. `text`: the text part of a model's configuration. Returns None if the length is not known.
+    For example, if a factor scales the rotary positions, vLLM computes the length itself."""
     rope = getattr(text, "rope_parameters", None) or {}
     if any("factor" in part for part in (rope, *rope.values()) if isinstance(part, dict)):
         return None
@@ -260,7 +260,7 @@ def _threads(
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device with an index, as the device of a CUDA tensor has: for `==`, `cuda` and `cuda:0` differ. A CPU gets no index."""
+    """The device. A GPU gets an index, because `cuda` is not equal to `cuda:0`, the device of a tensor. A CPU gets no index."""
     if device.type == "cuda":
         return torch.device("cuda", device.index or 0)
     return torch.device(device.type)
@@ -281,8 +281,8 @@ def _devices(
     config: Config, trainer: torch.device, world: World, spare: Sequence[torch.device], gpus: int
 ) -> tuple[torch.device, ...]:
     """`generation.tensor_parallel` devices for each worker of this rank, in one tuple. `generation.devices` are dealt to the ranks
-    of a machine in turn; ranks share devices if these are too few. Without `generation.devices` workers use the spare GPUs, or if
-    there are none the trainer's device. Errors: ConfigError."""
+    of a machine in turn; ranks share devices if the devices are too few. Without `generation.devices`, workers use the spare GPUs,
+    or the trainer's device if there are no spare GPUs. Errors: ConfigError."""
     named = [_parse_device(text, trainer, gpus) for text in config.generation.devices]
     rank, ranks = world.local_rank, world.local_world_size
     devices = (named[rank::ranks] or [named[rank % len(named)]]) if named else ([*spare] or [trainer])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def plan(config: Config, assumed: AssumedCards | None = None) -> str:
-    """The text of `--dry-run`: resolved configuration, predicted memory, staleness bound, slots. `assumed`: GPUs to plan for
+    """The text of `--dry-run`: resolved configuration, slots, staleness bound, predicted memory. `assumed`: GPUs to plan for
     instead of those of this machine. Writes nothing. Call `check_start` first. Errors: ConfigError, DataError."""
     cards, world = assumed or Cards(), _planned_world(config, assumed)
     engine_was_auto = config.generation.engine == "auto"
@@ -64,7 +64,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
             memory += [f"predicted memory of {name}:", table(parts := predict(placed))]
             memory += _notes(memory_warnings(parts, device, cards))
             if placed.workers and placed.on_other_device(0):
-                # With `devices=()` the engine is on the trainer's device: its cache is as large as those of all workers together.
+                # `devices=()`: as if the engine were on the trainer's device, with the cache of all workers together.
                 worker = worker_parts(config, placed, predict(replace(placed, devices=()))["cache"])
                 memory += ["predicted memory of one worker:", table(worker)]
                 memory += _notes(memory_warnings(worker, placed.devices[0], cards))
@@ -133,7 +133,7 @@ def _roles(config: Config, world: World, weights: int, assumed: AssumedCards) ->
 
 
 def text_notes(config: Config, module: Any, tokenizer: Any) -> tuple[list[str], list[str]]:
-    """(warnings of completions without an end, warnings of missing text), as `data.texts.notes`, with the model's EOS tokens."""
+    """(warnings about completions without an end, about missing text), as `data.texts.notes`, with the model's EOS tokens."""
     end_ids = {*eos_token_ids(module, tokenizer), *sampling_params(config.rollout, tokenizer).stop_token_ids}
     return notes(config, tokenizer, end_ids)
 

@@ -1,13 +1,13 @@
-"""Sends rank 0 the positions of all training ranks in their prompts. So without fsdp rank 0 alone can write a checkpoint of the
-last committed version, even if other ranks have died. A collective instead would hang: ranks of a stopped run may never join it.
+"""Sends rank 0 the position of each training rank in its prompts. So without fsdp, rank 0 alone can write a checkpoint of the last
+committed version, even if other ranks have died. A collective would hang: ranks of a stopped run may never join it.
 
     every rank   announce(version), at each version    rank 0 gets the RankState, without the replay buffer
     rank 0       announce(version, save_next=True)     all ranks save the next version
-    every rank   gather(version), at a checkpoint      rank 0 gets the replay buffer, too (fsdp: and the path of the rank's part)
+    every rank   gather(version), at a checkpoint      rank 0 also gets the replay buffer (fsdp: also the path of the rank's part)
     a rank that ends early
                  leave(version, signal)                rank 0 gets the rank's last version and the signal
 
-The announced state is exact for a checkpoint of that version: groups that the rank takes later are not trained in it, and a resumed
+The state is exact for a checkpoint of its version: groups that the rank takes later are not trained in this version, and a resumed
 run plays them again. If a rank ended before it announced the last version, rank 0 has the rank's state at the version before.
 The ledger of rank 0 knows the rank's groups in the step between the two versions: `after_step` computes the missing state.
 """
@@ -32,7 +32,7 @@ from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import CheckpointError
 
 # From `Checkpointer.rank_state`: turn, prompts (the cursor), untrained (group ids), next_group, replay. For a sharded
-# checkpoint also shard: the rank's part, or the error in its place.
+# checkpoint also shard: path and SHA-256 of the rank's part, or the text of the error.
 RankState = dict[str, Any]
 
 
@@ -53,9 +53,9 @@ _KEPT = 3  # newest versions of each rank
 
 
 class Positions:
-    """On rank 0 collects the positions of the training ranks, elsewhere sends this rank's. `line`: the server of rank 0, or this
-    rank's client of that server. Rank 0 must make its `Positions` before others connect. `numbers`: of the ranks that train.
-    `rank`: this rank's index in `numbers`. All ranks here are such indices, except in error texts."""
+    """Rank 0 collects the positions of all training ranks; other ranks send theirs. `line`: the server of rank 0, or this rank's
+    client of that server. Rank 0 must make its `Positions` before others connect. `numbers`: rank numbers of the training ranks.
+    `rank`: this rank's index in `numbers`. All ranks in this class are such indices, except in error texts."""
 
     def __init__(self, line: LineServer | LineClient, rank: int, numbers: Sequence[int]) -> None:
         self._line = line
@@ -83,7 +83,7 @@ class Positions:
         """Call once per version, before any rank can finish the next step. Returns whether to save this version.
         Rank 0 decides one version ahead (`save_next`), so all ranks get the same answer. Errors: RankLost."""
         if self._rank == 0 and save_next:
-            # No rank has asked yet: other ranks ask at the next version, whose step needs this rank.
+            # No rank has asked yet whether to save the next version: each rank asks at that version, and its step needs this rank.
             self._save_after = {version, *sorted(self._save_after)[-_KEPT:]}
         save = await self._send(version, state)
         self._announced = version
@@ -181,7 +181,7 @@ class Positions:
         return [state, *({**(newest[rank] or {}), "replay": replays[rank - 1]} for rank in self._ranks[1:])], missing
 
     def _lacking(self, version: int, with_replay: bool) -> list[int]:
-        """On rank 0: the ranks that did not send their state at this version, or (`with_replay`) not their replay buffer."""
+        """On rank 0: the ranks whose state at this version has not arrived. `with_replay`: also those without a replay buffer."""
         found = [states.get(version, (None, None)) for states in self._states]
         return [rank for rank, (state, replay) in enumerate(found) if state is None or (with_replay and replay is None)]
 
@@ -194,8 +194,8 @@ class Positions:
     async def _wait(
         self, version: int, lacking: Callable[[], list[int]], timeout_s: float, *, sharded: bool
     ) -> str | None:
-        """Wait until `lacking` returns no rank. Returns None then. Else returns a sentence: after the timeout, or at once if all
-        missing ranks (`sharded`: any rank) ended at another version."""
+        """Wait until `lacking` returns no rank, then return None. Returns a sentence after the timeout, or at once if all missing
+        ranks (`sharded`: any rank) ended at another version."""
         started = awake.now()
         while missing := lacking():
             wrong = [rank for rank, record in self._early_ends.items() if record.version != version]
@@ -211,8 +211,8 @@ class Positions:
 
 
 def after_step(before: RankState, trained: Collection[int], ranks: int) -> RankState:
-    """The state after a step of a rank that died before it announced this state. `before`: its state before the step. `trained`:
-    ids of the rank's groups in the step. `ranks`: number of ranks.
+    """The state of a rank after a step, if the rank died before it announced this state. `before`: its state before the step.
+    `trained`: ids of the rank's groups in the step. `ranks`: number of ranks.
     A resumed run plays again all prompts that the rank took during the step and that are not in `trained`, even if their group was
     dropped. `reroll` plays none of `trained` again, even if the rewards are low: only the dead rank knew these rewards."""
     cursor = before["prompts"]

@@ -42,7 +42,7 @@ def as_task(task: Any, group_id: int, config: DataConfig, tokenizer: Any) -> Pro
     return as_prompt(prompt, group_id, row, config, tokenizer)
 
 
-async def play_group(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
+async def sample_group(episodes: Episodes, prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
     """Play the `n` members of one group at the same time. Returns the members in order. Errors: an AsyncrlError of the environment
     as it is, and a GenerationError for any other error of the environment; DataError if `n` is below 1."""
     if n < 1:

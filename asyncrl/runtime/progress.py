@@ -27,14 +27,14 @@ class Stages:
         self._moves = 0
         self.display: Callable[[str], None] = lambda text: None  # the live view, once it is open
         self.lanes: list[Any] = []
-        self.line: LineServer | LineClient | None = None  # to the other ranks; None if there can be none
+        self.line: LineServer | LineClient | None = None  # to the other ranks; None if there can be no others
         self.lost: str | None = None  # why the run cannot go on without a lost rank
         # Ends the opening of the run with an error. Returns False, and does nothing, if the run is already open or is closing.
         self.end_opening: Callable[[RankLost], bool] = lambda lost: False
 
     def show(self, text: str) -> None:
         """Begin a stage, or report progress of the current stage, and show the text: a stage, a colon and counts.
-        While the pumps run (a worker is started again, for example), the text is only shown: nobody would end the stage."""
+        While the pumps run (a worker is started again, for example), the text is only shown, because nobody would end the stage."""
         if self._stage:
             self.begin(text)
         self.display(text)
@@ -45,7 +45,7 @@ class Stages:
         self._moves += 1
 
     def end(self) -> None:
-        """End the last stage: from now on the pumps have to make progress."""
+        """End the current stage. From now on the pumps have to make progress."""
         self._stage = ""
 
     def silent_ranks(self, fatal: bool) -> list[str]:
@@ -95,7 +95,7 @@ class Listeners:
 
 
 class StepStream:
-    """An asynchronous iterator over all steps that are committed after `Runtime.steps`, even before the first `anext`.
+    """An asynchronous iterator over all steps that are committed after the call of `Runtime.steps`, also before the first `anext`.
     The stream holds no resource, and the Runtime has a weak reference to it: a `break` out of `async for` needs no cleanup."""
 
     def __init__(self) -> None:
@@ -122,9 +122,9 @@ class StepStream:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Inside the block, garbage collections skip the objects that existed before: with these a full collection holds the GIL for
-    0.2 s. Full collections of later objects, of up to 20 ms each, are a hundred times rarer. If the program has disabled the
-    collector or frozen objects, nothing is changed."""
+    """Inside the block, garbage collections skip the objects that existed before the block, whose full collection would hold the
+    GIL for 0.2 s. Full collections of later objects take up to 20 ms each, and are a hundred times rarer. If the program has
+    disabled the collector or frozen objects, nothing is changed."""
     thresholds = gc.get_threshold()
     if not gc.isenabled() or gc.get_freeze_count():
         yield

@@ -56,8 +56,8 @@ logger = logging.getLogger("asyncrl.runtime")
 
 
 async def open_real(run: OpenRun) -> tuple[Trainer, Engine, Sequence[WeightSink]]:
-    """Open lane, policy, trainer and engine, on one device or with workers beside it, as far as the role of this rank needs them.
-    Returns (trainer, engine, sinks). Errors: ConfigError, PlatformError, OutOfMemory, WorkerDied, RankLost."""
+    """Open lane, policy, trainer and engine, as far as the role of this rank needs them. Returns (trainer, engine, sinks).
+    Errors: ConfigError, PlatformError, OutOfMemory, WorkerDied, RankLost."""
     decided, config, world, device, recorder = run.decided, run.config, run.world, run.decided.device, run.recorder
     transformers_logging.disable_progress_bar()  # a bar would break the live view
     run.stages.show("measuring prompts and memory")
@@ -203,7 +203,7 @@ def _build(run: OpenRun, choose: Choose, cut: Cut) -> tuple[PolicyModel, Any, To
     if config.distributed.sharding == "fsdp":
         policy, model, tokenizer = load_served(config.model, device, config.seed, choose, rows)
         _receive_weights(policy, world)
-        # All ranks need the same cut. Different machines may have chosen different cuts: then one copy is cut over all ranks.
+        # All ranks need the same cut. If the ranks have chosen different cuts, one copy of the weights is cut over all ranks.
         cuts = [orjson.loads(each) for each in world.train.all_gather_bytes(orjson.dumps([*cut]))]
         shards, keep = cuts[0] if all(each == cuts[0] for each in cuts) else Cut(world.train.world_size)
         sharded = ShardedTrainer(policy, model, config.train, world.train, **options, shards=shards, keep=keep)

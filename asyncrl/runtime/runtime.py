@@ -48,14 +48,14 @@ from .directory import RunDirectory
 from .opened import OpenRun, RunSummary
 from .opening import open_run
 from .plan import announcement
-from .program import as_group, as_prompt, as_task, play_group
+from .program import as_group, as_prompt, as_task, sample_group
 from .progress import Listener, Listeners, Stages, StepStream
 
 # Only one Runtime of a process opens at a time, also if several event loops run: transformers replaces functions of torch while it
 # builds a model, and `inputs.py` keeps rows in a global variable.
 _OPENING = threading.Lock()
 # Fractions of `watchdog.abort_grace_s`, both counted from the signal that stops a run. After the first fraction collectives are
-# given up. After the second `Positions.gather` waits no longer for other ranks, so that the checkpoint can still be written.
+# given up. After the second fraction, `Positions.gather` no longer waits for other ranks, so that the checkpoint can be written.
 _COLLECTIVE_FRACTION, _WAIT_FRACTION = 0.25, 0.6
 
 
@@ -120,13 +120,13 @@ class Runtime:
                 decided = await self._decide(self._stages)
                 self._run = await open_run(decided, self.recorder, self._listeners, self._stages, self._stack)
             finally:
-                # Also after a cancellation: a cancelled `offload` does not return before its thread has the lock.
+                # A cancelled `offload` returns only when its thread has the lock: release the lock after a cancellation, too.
                 if acquired:
                     _OPENING.release()
         except BaseException as error:
             self._state = "closed"
             if self._opening_error is not None and self._task is not None and isinstance(error, asyncio.CancelledError):
-                # Before the parts close: else a task group among them would raise CancelledError in place of `_opening_error`.
+                # Uncancel before the parts close: in a cancelled task, task groups raise CancelledError, not `_opening_error`.
                 self._task.uncancel()
                 await self._unwind(self._opening_error)
                 raise self._opening_error from None
@@ -169,7 +169,7 @@ class Runtime:
             raise first from first.__cause__
 
     def _make_watchdog(self, settings: WatchdogConfig) -> Watchdog:
-        """The watchdog's thread calls the functions that are passed here, also during the opening; the loop calls `on_stall`."""
+        """The event loop calls `on_stall`. The watchdog's threads call the other functions given here, also during the opening."""
 
         def progress_limit() -> ProgressLimit | None:
             stage_limit = self._stages.progress_limit(settings.stage_timeout_s)
@@ -190,10 +190,10 @@ class Runtime:
         )
 
     def _fail_run(self, error: StallError | RankLost) -> None:
-        """Fail the run, or cancel its opening. A run that is closing does not notice: only the end of the process helps then."""
+        """Fail the run, or cancel its opening. If the run is closing, this has no effect, and only the end of the process helps."""
         if self._run is not None:
             if isinstance(error, RankLost):
-                # Else the lane waits for the lost rank, and the pumps wait for the lane.
+                # Without `report` the lane would wait for the lost rank, and the pumps for the lane.
                 self._run.world.lost.report(str(error))
             self._run.supervisor.fail(error)
         elif self._task is not None:
@@ -238,7 +238,7 @@ class Runtime:
         self._require_run("note").journal.live.note(text)
 
     def announce(self) -> None:
-        """Print the first lines of the run: sizes, placement, the model's path, warnings."""
+        """Print the first lines of the run: sizes, placement, how the model is computed (models/paths.py), warnings."""
         run, path = self._require_run("announce"), self.directory.path if self.directory else None
         for line in announcement(self.config, path, run.verdict, run.placement_line, rows=run.decided.row_count):
             self.note(line)
@@ -263,8 +263,8 @@ class Runtime:
         prepared = as_prompt(prompt, ports.ids.take(), columns or {}, self.config.data, self.tokenizer)
         prepared = await ports.hooks.apply_before_group(prepared)
         if sampling is None:
-            return await play_group(Episodes(ports), prepared, n, ports.engine.generate)
-        trajectories = await play_group(
+            return await sample_group(Episodes(ports), prepared, n, ports.engine.generate)
+        trajectories = await sample_group(
             Episodes(ports), prepared, n, lambda request: ports.engine.generate(replace(request, sampling=sampling))
         )
         # The environment wrote the run's temperature. The trainer divides logits by the temperature that a trajectory names.
@@ -273,8 +273,8 @@ class Runtime:
     async def play(self, episode: EpisodeFunction, task: Any, *, n: int | None = None) -> list[Trajectory]:
         """Play and submit a group: `n` episodes of the coroutine function `episode(task, policy)`. Waits for a slot (backpressure).
 
-        `task`: a row (a mapping), or a prompt. `n`: by default `rollout.group_size`; most advantages compare 2 or more. The
-        settings for retries and limits apply. Returns the episodes with their rewards, or an empty list if the group has failed;
+        `task`: a row (a mapping), or a prompt. `n`: by default `rollout.group_size`; most advantages need 2 or more. The settings
+        for retries and limits apply. Returns the episodes with their rewards, or an empty list if the group has failed;
         the run counts failed groups.
         Errors: GenerationError if more groups failed than `rollout.max_failed_groups`; DataError, ConfigError, LifecycleError."""
         run = self._require_open("play")
@@ -312,7 +312,7 @@ class Runtime:
         each trajectory, or to one number for all. They become the step's metrics `reward/NAME/mean` and `own/NAME`.
         Reward shaping and filters apply.
 
-        Returns False if the oldest token is too old for `rollout.max_staleness`: the group is counted as dropped and not trained.
+        Returns False if the oldest token is too old for `rollout.max_staleness`: the group is dropped and counted.
         Errors: DataError (a ValueError) that names the member and the field that cannot be trained.
         """
         graph = self._require_open("submit").graph
@@ -330,10 +330,10 @@ class Runtime:
         self, play: EpisodeFunction | Callable[[Any], Awaitable[Any]], prompts: Iterable[Any], *, name: str = "own"
     ) -> dict[str, float]:
         """Evaluate an episode loop of your own, with `evaluate.samples` concurrent episodes per prompt. Returns the metrics.
-        `play`: a coroutine function `episode(task, policy)`, as for `Runtime.play`; or one that gets a prompt and returns the
-        trajectory of one episode. The run's reward functions score an episode without a reward. A failed episode is played again up
-        to `rollout.retries` times, and then left out. The weights stay the same during the call, so a `submit` in `play` may wait
-        for ever. The metrics, such as `eval/NAME/avg@k`, are in the line of the version."""
+        `play`: a coroutine function `episode(task, policy)`, as for `Runtime.play`; or a coroutine function that gets a prompt and
+        returns the trajectory of one episode. The run's reward functions score an episode without a reward. A failed episode is
+        played again up to `rollout.retries` times, and then left out. The weights stay the same during the call, so a `submit` in
+        `play` may wait for ever. The metrics, such as `eval/NAME/avg@k`, are written to the metrics line of the present version."""
         run, function = self._require_open("evaluate"), cast(Any, play)
         as_numbers({name: 0}, 1, "evaluate")
         if self.config.data.eval and name == self.config.rollout.environment.rpartition(":")[2]:
@@ -362,7 +362,7 @@ class Runtime:
         return metrics
 
     async def finish(self) -> RunSummary:
-        """Declare that no more groups come. Returns when all groups are trained, or dropped as no step needs them. Ends `steps`."""
+        """Declare that no more groups come. Returns when all groups are trained, or dropped if no step needs them. Ends `steps`."""
         run = self._require_open("finish")
         await run.graph.drain()
         return run.summary()
@@ -380,7 +380,7 @@ class Runtime:
 
     @property
     def version(self) -> int:
-        """The policy version: the number of optimizer steps, also before a resume. A step without trained tokens counts."""
+        """The policy version: the number of optimizer steps, with those before a resume. A step without trained tokens counts."""
         return self._require_run("version").ports.trainer.version
 
     @property

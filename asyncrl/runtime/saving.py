@@ -1,11 +1,11 @@
 """Checkpoints of a run: when a checkpoint is made, how its state is captured and written, and how a run resumes.
 
 The whole state is captured at one moment, between two steps. A closure on the lane copies the trainer's state to the host. The
-event loop reads ledger and prompt cursor, without an await between the two. A thread then writes the copies while the training
-continues, one checkpoint at a time. State with NaN or infinite values is never written.
+event loop reads ledger and prompt cursor, without an await between the two. A thread then writes the copies, one checkpoint at a
+time, while the training continues. State with NaN or infinite values is never written.
 
 Prompts whose groups were admitted and not trained are saved as ids. A resumed run plays them first, with the same random numbers.
-So no prompt is skipped. None is trained twice, unless a rank died before it announced its position (`Captured.missing`).
+So no prompt is skipped. No prompt is trained twice, unless a rank died before it announced its position (`Captured.missing`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SavedRun:
         return int(self.checkpoint.run["turn"])
 
     def require_cursor(self, one_cursor: bool) -> None:
-        """`one_cursor`: this run has one prompt cursor for all ranks. Errors: CheckpointError if the checkpoint differs in that."""
+        """`one_cursor`: this run has one prompt cursor for all ranks. Errors: CheckpointError for the other kind of checkpoint."""
         prompts = self.checkpoint.run["prompts"]
         # A checkpoint of one training rank fits both kinds of run.
         if prompts["0"] is None or "1" not in prompts or (prompts["1"] is None) is one_cursor:
@@ -110,7 +110,7 @@ class Captured:
     run: dict[str, Any]
     snapshot: Snapshot | None
     started: float
-    # Sharded model: each rank that holds a part of one copy of the model together with rank 0 -> path and SHA-256 of its part.
+    # Sharded model: rank -> path and SHA-256 of its part. Only of ranks that share a copy of the model with rank 0.
     shards: Mapping[int, Sequence[str]] = field(default_factory=dict)
     # Ranks that did not announce the version. Their state at the version before is saved.
     missing: tuple[int, ...] = ()
@@ -137,9 +137,9 @@ class Checkpointer:
         self._store = CheckpointStore(directory.checkpoints, config.checkpoint.keep) if directory else None
         # The newest version that was written, is being written, or was refused.
         self._saved_version: int | None = None
-        self._idle = anyio.Event()  # not set while a copy is written, or waits for that
+        self._idle = anyio.Event()  # not set while a copy waits to be written, or is written
         self._idle.set()
-        self.saving = False  # whether a checkpoint is being written or made by `at_end`
+        self.saving = False  # a checkpoint is being written, or captured by `at_end`
         self._last_by_time = time.monotonic()  # when `every_s` last made a checkpoint due
         self._due_by_time = False
         # Ranks that only generate have no position of their own: rank 0 has the prompt cursor.
@@ -169,8 +169,8 @@ class Checkpointer:
         return self.due(version, last=True)
 
     async def announce(self, version: int, waiting_prompt: int | None) -> None:
-        """Call on every rank at each version, before `due`. Then rank 0 can save the version without this rank, unless sharded.
-        For checkpoints by time, rank 0 reads its clock one version ahead, so that all ranks save the same version.
+        """Call on every rank at each version, before `due`. If the model is not sharded, rank 0 can then save the version without
+        this rank. For checkpoints by time, rank 0 reads its clock one version ahead, so that all ranks save the same version.
         `waiting_prompt`: the id of the prompt that was taken from the cursor and waits for a slot; None: no prompt waits."""
         positions, settings = self.positions, self.config.checkpoint
         if self._store is None or self.core is None:
@@ -206,7 +206,7 @@ class Checkpointer:
         }
 
     async def at_version(self, version: int, state: RankState, last: bool, start: StartTask) -> None:
-        """Save between two steps. Returns after the copy to the host: a task of `start` writes the copy beside the training. The
+        """Save between two steps. Returns after the copy to the host. A task of `start` writes the copy during later steps. The
         `last` version is written before the return. Errors: CheckpointError (earlier checkpoints are intact), DivergenceError."""
         with self.ports.recorder.wait("publish pump", "the checkpoint before", on="disk", cause="checkpoint"):
             # The host may lack memory for a second copy of the model.
@@ -222,9 +222,9 @@ class Checkpointer:
         self, version: int, state: RankState, error: BaseException | None, stopped: bool, note: Callable[[str], None]
     ) -> None:
         """Write the last checkpoint, if `final_due`. Call after all pumps have ended, while no checkpoint is being written.
-        `error`: the error that ended the run, or None. If the run diverged, or the weights are not finite, notes on `error`, or on
-        the DivergenceError among its causes, say so. On rank 0 a note names the last good version.
-        Errors: as `at_version`; a DivergenceError only if `error` is None."""
+        `error`: the error that ended the run, or None. `note` prints a line. If the weights are not finite, `error` gets a note.
+        After a divergence `error` gets a note on rank 0 that names the last good version. A DivergenceError among the causes of
+        `error` gets these notes in place of `error`. Errors: as `at_version`; a DivergenceError only if `error` is None."""
         noted: BaseException | None = divergence_of(error)
         if isinstance(noted, DivergenceError) and noted.unusable_weights:
             note(f"no checkpoint is made of version {version}, whose weights have diverged")
@@ -317,7 +317,7 @@ class Checkpointer:
             await offload(self.directory.check_still_ours, "run-directory")
 
     async def _write(self, captured: Captured) -> None:
-        """Write on a thread. A cancellation waits for the end of the writing."""
+        """Write on a thread. A cancelled caller waits until the writing has ended."""
         store, snapshot, version = self._store, captured.snapshot, captured.version
         assert store is not None and self.directory is not None
         try:

@@ -1,4 +1,4 @@
-"""Opens the weight board of a rank, and the parts that read or write the board.
+"""Opens the weight board of a rank (memory with two versions of the weights), and the parts that read or write the board.
 
 rank                   who writes the board         who reads it                                                opened by
 trains and generates   the trainer                  its workers, and the nodes that only generate, if any       open_workers
@@ -45,8 +45,8 @@ _THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 async def open_workers(run: OpenRun, placement: Placement, kv_positions: int) -> tuple[WorkerEngine, WeightPublisher]:
     """(the engine, the sink for later versions of the weights). Returns when every worker computes with the trainer's weights.
-    `kv_positions`: sum over the workers of this rank. Errors: WorkerDied; PlatformError and OutOfMemory for the board; ConfigError
-    for a model that the engine cannot run."""
+    `kv_positions`: cache positions of all workers of this rank. Errors: WorkerDied; PlatformError and OutOfMemory for the board;
+    ConfigError for a model that the engine cannot run."""
     assert run.policy is not None
     model = describe_model(run, run.policy)
     board = await _open_board(run, model)
@@ -68,7 +68,7 @@ async def open_sender(run: OpenRun) -> WeightPublisher:
     assert run.policy is not None
     policy, model, part, whole_bytes = run.policy, describe_model(run, run.policy), None, None
     if policy.lora is None and not policy.flat.has_working_copy:
-        # The trainer copies each version onto the board, and no worker reads the board: the stripe that this rank sends is enough.
+        # The trainer copies each version onto the board. As no worker reads the board, the board has only the stripe of this rank.
         names = sorted(f"rank {rank}" for rank in run.world.roles.train)
         whole_bytes = policy.weights.working.nbytes
         start, end = stripes(whole_bytes, len(names))[names.index(f"rank {run.world.rank}")]
@@ -107,7 +107,7 @@ def _make_publisher(
 ) -> WeightPublisher:
     assert run.policy is not None
     publisher = WeightPublisher(run.policy, board, readers, run.lanes[0], adapters, part)
-    # Closed after the workers, which read the board: parts close in the opposite order, and the workers are opened later.
+    # Registered before the workers. So the publisher is closed after the workers, which read the board.
     run.stack.callback(publisher.close)
     return publisher
 
@@ -132,7 +132,7 @@ async def _open_nodes(
 async def _open_stripes(run: OpenRun, desk: OrderDesk) -> tuple[Stripes, ThreadLane]:
     world, device = run.world, run.decided.device
     on_start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    # `in_budget=False`: between broadcasts this lane waits while the trainer's lane computes, so its waits are no idle device time.
+    # `in_budget=False` leaves this lane out of `idle/*`: the trainer's lane uses the device while this lane waits for a broadcast.
     lane = await run.stack.enter_async_context(ThreadLane("weights", run.recorder, on_start, in_budget=False))
     stripes = Stripes(f"rank {world.rank}", desk.store, device, run.config.watchdog.loop_timeout_s)
     run.stack.push_async_callback(lane.run, stripes.close, name="weights/close")
@@ -233,7 +233,7 @@ async def _open_engine(run: OpenRun, engine: WorkerEngine) -> None:
 
 
 def _for_vllm(policy: PolicyModel, tokenizer: Any, context: int) -> dict[str, Any]:
-    """The description of the model, without its weights, that vLLM needs, in JSON types. `context`: tokens of the longest row.
+    """What vLLM needs to build the model, in JSON types, without weights. `context`: tokens of the longest row.
     Errors: ConfigError."""
     if policy.path.name == "plain":
         raise ConfigError(

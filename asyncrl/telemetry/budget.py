@@ -1,5 +1,5 @@
-"""For each lane (the thread that owns a device), divides the wall time of a step into busy time, by kind of closure, and idle time,
-by cause. A closure is a function that the lane's thread runs. `unexplained` is the idle time for which no task had recorded a wait.
+"""Divides the wall time of a step for each lane (the thread that owns a device): busy time by kind of closure, and idle time by
+cause. A closure is a function that the lane's thread runs. `unexplained` is the idle time for which no task had recorded a wait.
 If several waits are active at an idle moment, the cause that is first in `records.Cause` counts. The shares of each lane sum to 1.
 """
 
@@ -103,7 +103,7 @@ def sum_budgets(budgets: Sequence[LaneBudget], lane: str) -> LaneBudget:
 
 
 def budget_metrics(budgets: Sequence[LaneBudget]) -> dict[str, float]:
-    """`busy/{kind}` and `idle/{cause}`, as means over lanes. With several lanes also `busy/{lane}/{kind}` and so on."""
+    """`busy/{kind}` and `idle/{cause}`, means over lanes. With several lanes also `busy/{lane}/{kind}`, `idle/{lane}/{cause}`."""
     if not budgets:
         return {}
     metrics = sum_budgets(budgets, "all").shares()

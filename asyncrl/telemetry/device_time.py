@@ -4,17 +4,17 @@ owns a device; a closure returns when its kernels are launched, not when the dev
     lane's thread    begin.record(), closure, end.record()      on the thread's current stream
     later            query(), and if it is True elapsed_time()  at the begin of the next closure and at `Recorder.take_window`
 
-* Only `finish` waits for the device. Pairs are resolved in the order of their closures. Their events are reused. After an error of
-  the device, further closures count with the host's time.
-* A closure counts as busy from the end of all earlier work on the stream, or from its start on the host if that is later, to the
-  end of its last kernel. Gaps between kernels count as busy. Work on streams for which the lane's stream does not wait is not seen.
+* Only `finish` waits for the device. A pair is resolved when `elapsed_time` has given its times. Pairs are resolved in the order of
+  their closures, and their events are reused. After an error of the device, unresolved and later closures get the host's times.
+* A closure counts as busy from the later of two times, its start on the host and the end of the stream's earlier work, to the end
+  of its last kernel. Gaps between kernels count as busy. Work on another stream counts if the lane's stream waits for it.
 * Only the lane's thread calls `record`. While a closure runs, no other thread calls `query`, which can break a CUDA graph capture.
 
 A reference relates the device's clock to the host's clock: an event, and the host's time right before the event's `record`. If all
 pairs are resolved at the begin of a closure, the stream is empty, and the device reaches the closure's first event at once. So
 this event is the reference for all pairs up to the next such closure. Two inaccuracies remain: the device reaches the event some
 microseconds after `record`, and the clocks drift apart until the next reference. At each new reference, `lane/device_clock_ms` gets
-the sum of the two. No event is placed before the host's time in its `EventPair`, or after the query that found it completed.
+the sum of the two. An event's time is clamped to the span from the host's time in its `EventPair` to the query that resolved it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DeviceEvent(Protocol):
 
 @dataclass(slots=True)
 class EventPair:
-    """The events of one closure, and the host's times of its start and its end, each before the event's `record`."""
+    """The events of one closure, and the host's times of its start and its end. Each time is taken before its event's `record`."""
 
     name: str
     begin: DeviceEvent
@@ -56,7 +56,7 @@ class EventPair:
 
 class DeviceTimes:
     """Measures the closures of one lane. All times are seconds on `clock`. `store` gets a closure's name, its begin and end on the
-    device, and its begin and end on the host. `observe` gets the difference of the two clocks. Both are called with a lock held."""
+    device, and its begin and end on the host. `observe` gets the clocks' difference. Both functions are called with a lock held."""
 
     def __init__(
         self,
@@ -112,15 +112,15 @@ class DeviceTimes:
         return is_timed
 
     def poll(self) -> tuple[str, float] | None:
-        """Resolve the pairs that have ended, unless a closure runs on the host. Returns the closure that the device computes now,
-        and since when; None: the device is idle or had an error. Any thread may call this."""
+        """If no closure runs on the host, resolve the pairs that have ended. Returns the name of the closure that the device
+        computes now, and the time of its begin; None: the device is idle or had an error. Any thread may call this."""
         with self._lock:
             if not self._in_closure:
                 self._resolve()
             return (self._pending[0].name, max(self._pending[0].started, self._last_end)) if self._pending else None
 
     def finish(self) -> None:
-        """Block until the device is idle, at most `FINISH_S`. If that passes, unresolved and later closures get the host's times.
+        """Block until the device is idle, at most `FINISH_S`. After this time unresolved and later closures get the host's times.
         Do not call this on the event loop."""
         for _ in range(round(FINISH_S / 1e-3)):
             if self.poll() is None:

@@ -28,7 +28,7 @@ def metrics() -> dict[str, Metric]:
 
 
 def metric(name: str) -> Metric | None:
-    """The row for a name in metrics.jsonl; None if no row matches. Of several matching rows the one with the longest fixed text."""
+    """The row for a name in metrics.jsonl; None if no row matches. If several rows match: the row with the longest fixed text."""
     if name in metrics():
         return metrics()[name]
     patterns = [row for row in metrics().values() if _PLACEHOLDER.search(row.name)]

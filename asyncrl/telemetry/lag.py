@@ -27,7 +27,7 @@ from .recorder import Recorder
 # A lateness below this is not recorded as idle time, because the timer is not more exact.
 _TIMER_RESOLUTION_S = 0.001
 _SAMPLE_EVERY_S = 0.05
-# A blockage longer than this is reported once while it lasts. It may last forever: the code may wait for what only the loop does.
+# A blockage longer than this is reported once while it lasts. It may last forever, if the code waits for work of the loop.
 _STILL_BLOCKED_S = 5.0
 # A blockage in the same place is reported again only after this time.
 _REPORT_AGAIN_S = 60.0
@@ -45,9 +45,8 @@ _LOOP_FILES = (
 
 def top_user_frame(thread_id: int) -> str | None:
     """`file.py:line function` of the innermost frame of user code on the stack of a thread.
-
-    Without user code: the innermost frame of this package; without such a frame: of a library. Frames of the event loop itself
-    and their callers are ignored. None: there is no such thread, or the thread executes only the event loop.
+    If the stack has no user code: the innermost frame of this package, or of a library if the stack has no frame of this package.
+    Frames of the event loop and their callers are ignored. None: there is no such thread, or it executes only the event loop.
     """
     return user_frame(_outwards(sys._current_frames().get(thread_id)))
 
@@ -82,7 +81,7 @@ def _describe(frame: FrameType) -> str:
 
 class BlockSampler:
     """Runs a sampling thread, which watches the thread that constructs this object. While the watched thread has not called `tick`
-    for `allowed_s` seconds, the sampling thread samples its stack."""
+    for `allowed_s` seconds, the sampling thread samples the stack of the watched thread."""
 
     def __init__(self, clock: Callable[[], float], allowed_s: float, report: Callable[[str], None]) -> None:
         """`clock`: real time, even if the recorder has a simulated clock. `report` is called on the sampling thread, at most once

@@ -44,7 +44,7 @@ def describe(metrics: Metrics) -> list[str]:
 
 
 class LiveView:
-    """Shows the progress of a run. A context manager. `auto`: a bar on a terminal, otherwise lines; `plain`: lines; `off`: nothing.
+    """Shows the progress of a run. A context manager. `auto`: a bar on a terminal, lines elsewhere; `plain`: lines; `off`: nothing.
 
     `total_steps`: the version at which the run ends; None if only the data or a time limit ends the run. `start`: the version of
     the resumed checkpoint; 0 for a new run. Each call costs less than a millisecond. Text that cannot be written is dropped, so a
@@ -109,8 +109,8 @@ class LiveView:
             self._print("  ".join([f"step {version}{total}", *parts, f"{metrics.get('time/step', seconds):.1f} s"]))
 
     def status(self, text: str) -> None:
-        """Show the progress of a stage before the first step. `text`: the stage, a colon, and counts. With a bar the text is beside
-        the bar. Without one it is a line, when the stage begins and at most every 30 s if counts change. Any thread may call it."""
+        """Show the progress of a stage. `text`: the stage, a colon, and counts. With a bar the text is beside the bar. Without a
+        bar the text is printed when the stage begins, then at most every 30 s if counts change. Any thread may call `status`."""
         if self._off:
             return
         if self._progress is not None:

@@ -50,7 +50,7 @@ def free_cores() -> int:
     # The fourth field of /proc/loadavg is "running threads/all threads", this thread included.
     fields = _text(Path("/proc/loadavg")).split()
     running = float(fields[3].partition("/")[0]) if len(fields) > 3 else float("inf")
-    # The lower of the last minute's load and the present load ignores programs that have just ended, and short bursts.
+    # The present load leaves out ended programs. The last minute's load leaves out short bursts. The lower value leaves out both.
     busy = min(os.getloadavg()[0], running - 1)
     return max(1, min(allowed, int(cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), round(cores - busy)))
 

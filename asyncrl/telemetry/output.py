@@ -1,4 +1,4 @@
-"""Output for people, which is dropped if it cannot be written. Reward workers import this file: use the standard library only."""
+"""Output for people: text that cannot be written is dropped. Reward workers import this file: use the standard library only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LossyStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush without raising an error. If the reader is gone, the buffered text is dropped; otherwise it stays in the buffer."""
+        """Flush. Raises no error. If the reader is gone, the buffered text is dropped. After other errors the text is kept."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
@@ -55,7 +55,8 @@ class LossyStream:
             self._redirect_to_null()
 
     def _redirect_to_null(self) -> None:
-        """Redirect the file descriptor to /dev/null, also for C code and children. Otherwise each later flush would fail again."""
+        """Redirect the file descriptor to /dev/null, because each later flush would fail again. C code and child processes then
+        write to /dev/null, too."""
         with contextlib.suppress(OSError, ValueError):
             with open(os.devnull, "wb") as null:
                 os.dup2(null.fileno(), self._stream.fileno())
@@ -65,8 +66,8 @@ class LossyStream:
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null for each of stdin, stdout and stderr that was closed when this process started. Otherwise the next opened
-    files get the descriptors 0 to 2. Children would write into these files, and libuv aborts when it closes one of them."""
+    """Open /dev/null for each of stdin, stdout and stderr that was closed when this process started. Without this call the next
+    opened files would get the descriptors 0 to 2. Children would write into these files. libuv aborts if it closes such a file."""
     if None not in (sys.stdin, sys.stdout, sys.stderr):
         return
     # `os.open` returns the lowest free descriptor.

@@ -93,7 +93,7 @@ class Span:
 
 
 class DeviceSpan(Span):
-    """A closure on a lane with `Recorder.register_device`. `DeviceTimes` stores its interval later, with the device's time."""
+    """The span of a closure on a lane with a registered device. `DeviceTimes` stores its interval later, with the device's time."""
 
     __slots__ = ("_device",)
 
@@ -149,7 +149,7 @@ class WatchSpan(WaitSpan):
         return super().__enter__()
 
     def change_actor(self, on: str) -> None:
-        """Wait for `on` from now on."""
+        """From now on, the block waits for the actor `on`."""
         self._recorder.change_actor(self.on, on)
         self.on, self.since = on, self._recorder.clock()
 
@@ -172,17 +172,18 @@ class Recorder:
         self.dropped_events = 0
         # Reentrant, because a destructor may call `count` while this thread holds the lock.
         self._lock = threading.RLock()
-        # `TraceEvent`s as tuples of str, float and None. The garbage collector untracks such tuples; otherwise each collection
-        # would take longer than the one before.
+        # `TraceEvent`s as tuples of str, float and None. The garbage collector untracks such tuples, so a collection does
+        # not visit all recorded events.
         self._events: list[tuple[Any, ...]] = []
         self._busy: list[Interval] = []
         self._idle: list[Interval] = []
         self._open_spans: dict[int, Span] = {}
         self._waits: dict[int, WaitSpan] = {}
-        # How many activities wait for user code and for the engine; and the wait with the cause `environment`, if one is open.
+        # How many activities wait for user code, how many for the engine, and the open wait with the cause `environment`, if any.
         self._waits_for_user = self._waits_for_engine = 0
         self._user_wait: WaitSpan | None = None
-        self._lane_end: dict[str, float] = {}  # lane -> end of its last closure (host), or registration
+        # Lane -> the host's time at the end of its last closure. Before the first end: at its registration or first start.
+        self._lane_end: dict[str, float] = {}
         self._outside_budget: set[str] = set()  # lanes
         self._devices: dict[str, DeviceTimes] = {}
         self._window_start = self.started
@@ -224,12 +225,12 @@ class Recorder:
         return Span(self, what, who, args or None, None, "loop")
 
     def wait(self, who: str, what: str, *, on: str, cause: Cause | None) -> WaitSpan:
-        """In the block `who` ("train pump") waits for `what` ("a group") from `on` ("score pump"). `cause` None: not idle time."""
+        """In the block, `who` ("train pump") waits for `what` ("a group") from `on` ("score pump"). `cause` None: not idle time."""
         return WaitSpan(self, who, what, on, cause or "")
 
     def watch(self, who: str, what: str, *, on: str) -> WatchSpan:
-        """In the block the calling task waits for work of `on` that may hang, such as user code. `active_waits` lists the wait for
-        the watchdog. Begin and end of the block call `change_actor`."""
+        """In the block, the calling task waits for work of `on` that may hang, such as user code. For the watchdog, `active_waits`
+        lists this wait. Begin and end of the block call `change_actor`."""
         return WatchSpan(self, who, what, on)
 
     def change_actor(self, old: str, new: str) -> None:
@@ -269,7 +270,7 @@ class Recorder:
         self._add_event("i", name, track, self.clock(), 0.0, _items(args))
 
     def events(self) -> list[TraceEvent]:
-        """The trace events in the order in which they were recorded: at their ends, or later if from a device or a worker."""
+        """The trace events, in the order of recording. An event of a device or a worker is recorded later than its end."""
         with self._lock:
             events = list(self._events)
         return [TraceEvent._make((*event[:5], dict(event[5]) if event[5] else None)) for event in events]
@@ -372,8 +373,8 @@ class Recorder:
             device.finish()
 
     def take_window(self) -> Window:
-        """Take the intervals since the last call. An activity that has not ended is in this window, up to `end`,
-        and whole in the next."""
+        """Take the intervals since the last call. An activity that has not ended is in this window up to `end`,
+        and in the next window again from its start."""
         computing = {lane: found for lane, device in self._devices.items() if (found := device.poll())}
         with self._lock:
             start, end = self._window_start, self.clock()

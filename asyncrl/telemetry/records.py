@@ -16,7 +16,7 @@ Cause: TypeAlias = Literal[
     "checkpoint",  # training waits for a checkpoint
     "publish",  # a task waits until an engine has the new weights
     "evaluate",  # training waits for an evaluation
-    # The run waits for an environment, a tool, a producer or the embedding program, and the engine has no request.
+    # The run waits for an environment, a tool, a producer or the program that runs asyncrl, and the engine has no request.
     "environment",
     "group",  # a task waits for a group, or for room in a queue
     "slots",  # generation waits for the permission to start a group
@@ -64,8 +64,8 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The intervals of one step, and the bounds of the step. An interval may begin before `start` or end after `end`. An activity
-    that has not ended is an interval until `end`; the next window has the whole interval again, from its start on."""
+    """The intervals and bounds of one step. An interval may begin before `start`. Intervals of other processes may end after `end`.
+    If an activity has not ended at `end`, its interval is cut off at `end`. The next window repeats the interval from its start."""
 
     start: float
     end: float

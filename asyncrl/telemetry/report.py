@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page about a run, built from the files in its directory.
 
 Reads `metrics.jsonl`, `rollouts/` and `config.yaml`; each may be missing. Texts of the model and of the user are JSON data in the
-page (the name of the run is also its title). The page shows these texts as text, never as markup.
+page (the name of the run is also the page's title). The page shows these texts as text, never as markup.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _omissions(curves: Curves) -> list[str]:
 
 
 def _account(curves: Curves) -> dict[str, dict[str, float]]:
-    """Lane -> {`busy/KIND` or `idle/CAUSE`: seconds over the run}. `all` is the mean over the lanes; with one lane the only key."""
+    """Lane -> {`busy/KIND` or `idle/CAUSE`: seconds over the run}. `all`: the mean over the lanes. One lane: only `all`."""
     account: dict[str, dict[str, float]] = {}
     for name in filter(is_share, curves.names()):
         section, _, rest = name.partition("/")
@@ -228,7 +228,7 @@ class Curves:
             self._counts[name][point] += weight
 
     def series(self) -> dict[str, list[float | None]]:
-        """Name -> the value of each point; None if no line of the point has the metric."""
+        """Name -> the value of each point; None if no line of the point has the metric (for a share: any share of its lane)."""
         return {
             name: [
                 total / count if count else None
@@ -242,7 +242,6 @@ class Curves:
         return math.fsum(self._sums[name])
 
     def names(self) -> list[str]:
-        """Names of all metrics with a curve, sorted."""
         return sorted(self._sums)
 
 

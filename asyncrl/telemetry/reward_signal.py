@@ -1,12 +1,11 @@
 """For each of three faults, counts how many of the last steps in a row had the fault, and warns with a likely reason.
 
-* `reward/steps_without_signal`: no completion had a reward, all rewards were equal, or (if advantages compare a group) no group had
-  two different rewards.
+* `reward/steps_without_signal`: no completion had a reward, or all rewards were equal. If advantages are computed within groups:
+  also if no group had two different rewards.
 * `completions/steps_clipped`: almost every completion was cut.
 * `time/reward_steps`: the device waited for reward functions.
 
-The reason comes from the metrics of the step, so the report finds the same reason later. A run also names reasons that it found at
-its start (the arguments `known`).
+The metrics of the step give the reason, so the report finds the same reason later. `known`: reasons found at the start of the run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ _MOST_WARNINGS = 100  # in a report
 FIRST = 3
 # An `idle/reward` of at least this is worth a warning.
 LARGE_WAIT = 0.25
-# Advantages that may differ from 0 if each group has equal rewards: they use raw rewards, the whole step, or components.
+# Estimators that use raw rewards, the whole step or reward components. Their advantages may differ from 0 even if the rewards
+# within every group are equal.
 _ACROSS_GROUPS = ("none", "reinforce_pp", "gdpo")
 
 _FIRST_TOKEN_REASON = (
@@ -167,8 +167,7 @@ def _reason_by_rewards(metrics: Metrics) -> str:
 
 
 class Warnings:
-    """For the report: one warning for each series of `FIRST` or more steps with a fault, made from the metrics of its last step.
-    Keeps the newest 100 warnings."""
+    """For the report: one warning for each series of `FIRST` or more steps with a fault, made from the metrics of its last step."""
 
     def __init__(self) -> None:
         self._found: deque[str] = deque(maxlen=_MOST_WARNINGS)

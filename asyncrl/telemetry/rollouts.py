@@ -79,7 +79,7 @@ class RolloutWriter:
 
 
 def row(group: Group, trajectory: Trajectory, trained_version: int, advantages: Advantages) -> dict[str, Any]:
-    """One line of the file, as a dictionary. Lengths are in tokens. `versions`: oldest and newest of the tokens; -1: unknown."""
+    """One line of the file, as a dictionary. Lengths are in tokens. `versions`: lowest and highest policy version; -1: unknown."""
     oldest, newest = trajectory.oldest_version, trajectory.newest_version
     line: dict[str, Any] = {
         "group_id": trajectory.group_id,

@@ -1,9 +1,8 @@
 """Sinks store the metrics of each step: always in metrics.jsonl, and by choice in wandb, TensorBoard and MLflow.
 
-The event loop calls `write` at every step. The JSONL sink writes a line in tens of microseconds, TensorBoard waits for its file,
-and wandb and MLflow use a process or thread. `close` may block for seconds, so call it outside the event loop. In every sink, the
+The event loop calls `write` at every step. `close` may block for seconds, so call it outside the event loop. In every sink, the
 number of a step is the policy version. `sinks.json` in the run directory has the ids of this run in wandb and MLflow. A resume uses
-these ids, and sends no step to them again.
+these ids, and sends no step twice to wandb and MLflow.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ logger = logging.getLogger("asyncrl.telemetry")
 
 IDS = "sinks.json"
 _MLFLOW_PARAMS_PER_REQUEST = 100  # the limit of MLflow
-# Less than the default of `watchdog.abort_grace_s`, the time that a stopped run has to end.
+# Less than the default of `watchdog.abort_grace_s`, within which a stopped run must end.
 _MLFLOW_CLOSE_S = 15.0
 
 
 class Sink(Protocol):
     """Stores the metrics of each step."""
 
-    id: str  # of this run in the store; empty: the store has one run
-    after: int  # `Sinks.write` skips steps up to this one, unless `more`
+    id: str  # of this run in the store; empty if the store has one run
+    after: int  # `Sinks.write` without `more` skips steps <= `after`
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Store the metrics of a step. The event loop calls this, so it must not block longer than writing a short line."""
+        """Store the metrics of a step. The event loop calls `write`, so `write` may block only for the write of a short line."""
 
     def close(self) -> None:
         """Store all pending metrics and close. May block for seconds. `write` must not be called afterwards."""
@@ -50,9 +49,9 @@ class Sink(Protocol):
 class JsonlSink:
     """Appends one line per step to `metrics.jsonl`: `{"step": v, "time": unix seconds, ...}`. Each line is flushed.
 
-    NaN and infinities become null, because JSON lacks them. If a full disk truncates a line, a later write completes the line.
-    `resume_step`: the version of the resumed checkpoint. Lines of later steps and incomplete lines are first moved to
-    `metrics.discarded.jsonl`.
+    NaN and infinities become null, because JSON lacks them. If a full disk truncates a new line, a later write completes the line.
+    `resume_step`: the version of the resumed checkpoint. The constructor moves lines of later steps and incomplete
+    lines to `metrics.discarded.jsonl`.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
@@ -138,7 +137,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 class WandbSink:
-    """Weights & Biases. Respects its variables, such as `WANDB_MODE` and `WANDB_PROJECT`. A resume removes no steps from wandb."""
+    """Weights & Biases. Respects environment variables such as `WANDB_MODE`. A resume removes no steps from wandb."""
 
     def __init__(
         self, run_dir: Path, name: str, config: Mapping[str, Any], resume_step: int | None, former_id: str | None
@@ -174,8 +173,7 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """TensorBoard event files under `<run_dir>/tensorboard`. Needs neither torch nor TensorFlow. After a resume
-    TensorBoard hides the old points of steps after the checkpoint."""
+    """TensorBoard event files under `<run_dir>/tensorboard`. Needs neither torch nor TensorFlow."""
 
     def __init__(
         self, run_dir: Path, name: str, config: Mapping[str, Any], resume_step: int | None, _id: object
@@ -206,7 +204,7 @@ class TensorBoardSink:
 class MlflowSink:
     """MLflow (the package `mlflow-skinny` or `mlflow`), written by a thread.
 
-    Respects the variables of MLflow, such as `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME`. Without a URI the runs are in
+    Respects environment variables such as `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME`. Without a URI the runs are in
     `mlflow.db` (SQLite) beside the run directories. MLflow's names have no `@`, so `eval/x/pass@4` becomes `eval/x/pass_at_4`.
     Training never waits for the store: unsent steps wait in memory. After an error the store gets no further steps, and the log has
     a warning. A resume changes neither the parameters nor the points that are already in the store.
@@ -273,7 +271,7 @@ class MlflowSink:
         """Wait at most 15 s until the thread has sent the queued steps and the end of the run."""
         self._queue.put(None)
         self._thread.join(_MLFLOW_CLOSE_S)
-        # `qsize` counts the end marker, which stands for the step that is being sent.
+        # `qsize` counts the end marker, but not the step that is being sent. So `qsize` is the number of lacking steps.
         if self._thread.is_alive() and (lacking := self._queue.qsize()):
             logger.warning("mlflow lacks %d steps, for which its store was too slow", lacking)
 
@@ -292,7 +290,7 @@ def _missing_message(name: str) -> str:
 
 
 class Sinks:
-    """All sinks of a run. If writing to one sink raises an OSError, the others are still written. Likewise for `close`."""
+    """All sinks of a run. If one sink raises an OSError, `write` and `close` go on with the other sinks."""
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -342,7 +340,7 @@ def open_sinks(
         if names:
             (run_dir / f"{IDS}.partial").write_bytes(orjson.dumps(ids))
             os.replace(run_dir / f"{IDS}.partial", run_dir / IDS)
-        # Last, because the constructor moves lines of the run before the resume. If another sink refuses, that run must not change.
+        # Last, because the constructor discards lines of metrics.jsonl. If another sink cannot open, the file must not change.
         sinks.insert(0, JsonlSink(run_dir / "metrics.jsonl", resume_step))
         opened.pop_all()
     return Sinks(sinks)

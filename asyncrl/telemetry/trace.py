@@ -43,8 +43,7 @@ def assign_rows(events: Iterable[TraceEvent]) -> dict[int, int]:
 
 
 def write_trace(recorder: Recorder, path: Path) -> None:
-    """Write all events that were recorded until now, atomically. First waits for the devices. With 500,000 events this takes about
-    a second, so call it outside the event loop."""
+    """Write all recorded events, atomically. First waits for the devices. Blocks for about a second: call it off the event loop."""
     recorder.finish_devices()
     events = recorder.events()
     by_track: dict[str, list[TraceEvent]] = {}
@@ -53,7 +52,7 @@ def write_trace(recorder: Recorder, path: Path) -> None:
     tid_of: dict[int, int] = {}  # by id(event)
     metadata: list[dict[str, Any]] = [_meta("process_name", 0, {"name": "asyncrl"})]
     next_tid = 1
-    # Lanes are first.
+    # The tracks of lanes come first.
     for track in sorted(by_track, key=lambda track: (not track.startswith(LANE_PREFIX), track)):
         spans = [event for event in by_track[track] if event.phase == "X"]
         rows = assign_rows(spans)
@@ -100,7 +99,7 @@ def _entries(events: list[TraceEvent], tid_of: dict[int, int], started: float) -
 
 
 def dump(value: Any) -> bytes:
-    """JSON in one line. NaN becomes null; other types, and integers above 64 bits, become text. TypeError for lone surrogates."""
+    """JSON in one line. NaN becomes null. Unknown types, and integers above 64 bits, become text. TypeError for lone surrogates."""
     option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     try:
         return orjson.dumps(value, default=str, option=option)

@@ -16,7 +16,7 @@ from asyncrl.algorithms.base import Loss, LossInputs, MetricSum, reduction_of
 from asyncrl.distributed.collectives import Collectives
 from asyncrl.types import Normaliser
 
-AGES = 9  # in versions: 0 to 7, and 8 for 8 or more
+AGES = 9  # number of age classes, in versions: 0 to 7, and 8 or more
 
 
 def sum_over_ranks(world: Collectives, table: Tensor, device: torch.device) -> Tensor:
@@ -61,11 +61,11 @@ class Counts:
     # The part of `sequences` and `tokens` that is not run, because its gradient is zero.
     skipped_sequences: float = 0.0
     skipped_tokens: float = 0.0
-    # Microbatches with ids that the model lacks. If there is one, the step fails.
+    # Microbatches with token ids that the model lacks. If the count is above 0, the step fails.
     unknown_ids: float = 0.0
 
     def without_skipped(self) -> Counts:
-        """The counts without the skipped parts: the denominators of metrics, which no skipped token adds to."""
+        """The counts without the skipped parts. Metrics are divided by these counts, because skipped tokens add to no metric."""
         return replace(
             self, sequences=self.sequences - self.skipped_sequences, tokens=self.tokens - self.skipped_tokens
         )
@@ -82,7 +82,7 @@ class Counts:
         }
 
     def over_ranks(self, world: Collectives, device: torch.device) -> Counts:
-        """The sums over all ranks. Does not change `self`, because the step stays open if finish fails later."""
+        """The sums over all ranks. Does not change `self`: if `finish_train_step` fails later, the step stays open."""
         return Counts(*sum_over_ranks(world, torch.tensor(astuple(self), dtype=torch.float64), device).tolist())
 
 
@@ -156,8 +156,8 @@ class Metrics:
     def reduce(
         self, world: Collectives, device: torch.device, denominators: Mapping[Normaliser, float], checksums: Tensor
     ) -> tuple[dict[str, float], Tensor]:
-        """The metrics over all ranks, and [ranks, n] the `checksums` (float64 [n], on the CPU) of each rank. One all-reduce of a
-        table [ranks, columns] in which each rank fills its row, because minimum and maximum cannot be summed."""
+        """(the metrics over all ranks, the checksums of all ranks [ranks, n]). `checksums`: of this rank, float64 [n] on the CPU.
+        A collective: one all-reduce of a table [ranks, columns]. Each rank fills only its row, so a sum keeps minima and maxima."""
         row = torch.cat([self.table(), checksums])
         rows = torch.zeros(world.world_size, row.numel(), dtype=torch.float64)
         rows[world.rank] = row

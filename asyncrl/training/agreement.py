@@ -1,6 +1,6 @@
-"""Checks that ranks with the same masters (master weights) have equal bits: on equal processors their steps are bitwise equal.
+"""Compares the bits of the masters (master weights) that several ranks hold. On equal processors these bits must be equal.
 
-Each rank sends a checksum of its masters with the metrics of a step, in the run's first step and then every `COMPARE_EVERY` steps.
+Each rank sends a checksum of its masters with the metrics of the process's first step, and then of every `COMPARE_EVERY`-th step.
 If checksums differ, the ranks exchange one checksum for each tensor, and the error names the rank and the first tensor.
 """
 
@@ -23,7 +23,7 @@ COMPARE_EVERY = 10
 def bit_sum(values: Tensor) -> Tensor:
     """The sum of float32 or float64 `values`, read as integers, modulo 2^64. One flipped bit always changes the sum."""
     flat = values.detach().view(-1)
-    # float32 pairs are read as int64 if possible: torch would first copy int32 to int64, which takes twice the memory of a master.
+    # Two float32 are read as one int64 if possible. To sum int32, torch first makes an int64 copy, twice as large as the master.
     pairs = flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
     return flat.view(torch.int64 if pairs or flat.dtype == torch.float64 else torch.int32).sum(dtype=torch.int64)
 
@@ -34,14 +34,14 @@ def bit_sums(parameters: Parameters) -> Tensor:
 
 
 def exact_halves(sums: Tensor) -> Tensor:
-    """int64 [n] as float64 [2 n] on the CPU: first the upper 32 bits of each number, then the lower. float64 holds them exactly."""
+    """int64 [n] as float64 [2 n] on the CPU: all upper 32 bits, then all lower 32 bits. float64 holds 32 bits exactly."""
     sums = sums.cpu()
     return torch.cat([sums >> 32, sums & 0xFFFFFFFF]).double()
 
 
 def different_ranks(rows: Tensor, shards: int) -> list[int]:
-    """The ranks whose row differs from the most frequent row in their set. `rows`: [ranks, columns]. The ranks r, r + `shards`,
-    r + 2 `shards`, ... are a set: they should have the same masters."""
+    """The ranks r, r + `shards`, r + 2 `shards`, ... are a set: they should have the same masters. Returns the ranks whose row
+    differs from the most frequent row of their set. `rows`: [ranks, columns]."""
     different = list[int]()
     for shard in range(shards):
         rows_of_set = [tuple(row) for row in rows[shard::shards].tolist()]
@@ -54,8 +54,8 @@ def different_ranks(rows: Tensor, shards: int) -> list[int]:
 def require_same_weights(
     rows: Tensor, sums: Tensor, names: list[str], world: Collectives, shards: int, device: torch.device, version: int
 ) -> None:
-    """Errors: DivergenceError on every rank if checksums differ. Only then a collective. `rows`: the checksum of each rank, as
-    halves [ranks, 2]. `sums`: `bit_sums` of this rank. `names`: names of the tensors, in the order of `sums`."""
+    """Errors: DivergenceError on every rank if checksums differ. Calls a collective only in this case. `rows`: the
+    checksum of each rank, as halves [ranks, 2]. `sums`: `bit_sums` of this rank. `names`: of the tensors, in order of `sums`."""
     if not (different := different_ranks(rows, shards)):
         return
     tensors = torch.zeros(world.world_size, 2 * len(sums), dtype=torch.float64)

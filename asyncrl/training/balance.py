@@ -9,9 +9,9 @@ has `output_router_logits` and a `router_aux_loss_coef`.
 
 The balance is computed for each sequence, so it does not depend on how a step is split into microbatches or ranks. (The balance of
 a batch would depend on the split, because the formula is no sum over tokens.) With the normaliser `tokens` the weight of a sequence
-in the mean is its share of the scored tokens, with `sequences` it is 1 / sequences. The weights add up to 1, so a coefficient has
-the same effect with each normaliser. (Only the weights of `bnpo` depend on the split: it takes a mean inside each microbatch.)
-Sequences without a scored token are not run, and have a balance of 0.
+in the mean is its share of the scored tokens. With `sequences` the weight is 1 / sequences. The weights add up to 1, so a
+coefficient has the same effect with each normaliser. (Only the weights of `bnpo` depend on the split: `bnpo` takes a mean inside
+each microbatch.) Sequences without a scored token are not forwarded, and have a balance of 0.
 
 An expert counts as chosen if its logit is one of the k largest, as in transformers. This also holds where recorded routes are
 replayed, or where a model adds a bias before it chooses (Ernie 4.5, MiniMax-M3).
@@ -42,10 +42,10 @@ BALANCE_METRIC = "moe/balance_loss"
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """The coefficient of the balance in the loss, and its scale."""
+    """Adds the balance of the experts to a loss."""
 
     coefficient: float
-    max_length: int  # tokens; a factor of `SEQUENCES_X_MAX_LENGTH`
+    max_length: int  # tokens; for the normaliser `SEQUENCES_X_MAX_LENGTH`
 
     @classmethod
     def of(cls, policy: PolicyModel, train: TrainConfig, max_length: int) -> Balance | None:
@@ -79,7 +79,7 @@ class Balance:
 
 def balance_of(routes: Routes, batch: Microbatch) -> Tensor:
     """[B] balance of each sequence, differentiable; 0 without a scored token. `routes`: routes of the forward, with logits. Adds
-    up one layer at a time, so beside the logits only the probabilities, which backward needs, take L x T x E numbers."""
+    up one layer at a time. Besides the logits, only the probabilities take L x T x E numbers, because backward needs them."""
     k = routes.chosen[0].shape[1]
     sent_TE, probs_TE = _of_layer(routes.logits[0], k)
     for layer in range(1, len(routes.logits)):

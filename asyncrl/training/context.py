@@ -1,12 +1,12 @@
-"""Context parallelism: a set of `distributed.context` ranks shares each microbatch. In this package all ranks of the set, the
-leader included, are called siblings. Each sibling has the whole microbatch.
+"""Context parallelism: a set of `distributed.context` ranks shares each microbatch. In this package all ranks of the set are called
+siblings, the leader (pumps/siblings.py) too. Each sibling has the whole microbatch.
 
 Sibling r of n computes the tokens r, r + n, r + 2n, ... and the log-probs and entropies whose source is one of these tokens. A
 differentiable all-gather then gives every sibling all S log-probs and entropies, and each sibling evaluates the whole loss. In
 backward a sibling keeps the gradient of its own log-probs and entropies. So its gradients of the parameters are those of its own
-tokens, and the sum over ranks is exact. All siblings have the same counts, losses and metrics, so only sibling 0 adds them.
+tokens, and the sum over ranks is exact. All siblings have equal counts, losses and metrics, so only those of sibling 0 are summed.
 
-Shape legend: n siblings, T packed tokens, t = ceil(T/n), S scored tokens, s the most scored tokens of a sibling: all pad to s.
+Shape legend: n siblings, T packed tokens, t = ceil(T/n), S scored tokens, s = largest number of scored tokens of a sibling.
 """
 
 from __future__ import annotations

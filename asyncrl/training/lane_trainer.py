@@ -1,7 +1,7 @@
-"""The port `Trainer` on a lane, the thread that owns the device. A call is one closure, or several (`survey`, `train_round`).
+"""`ports.Trainer` on a lane, the thread that owns the device. A call runs one closure there (`survey`, `train_round`: several).
 
-Training goes before decoding (priority 1 against 0), in the order of the calls. A cancelled caller waits for its closure if the
-closure has started; otherwise the closure never runs. So when `abort_train_step` begins, no other closure is half done.
+Training closures run before decoding (priority 1 against 0), in call order. If the closure of a cancelled caller has started, the
+caller waits for the closure. If not, the closure never runs. So when `abort_train_step` begins, no other closure is half done.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PRIORITY = 1  # decoding has 0; a higher priority runs first
 
 
 class LaneTrainer:
-    """Implements `ports.Trainer` with a `TorchTrainer`. The metrics `time/train`, `time/logprobs` and (sharded models)
-    `time/wait_for_ranks` are seconds for which the lane was busy."""
+    """Implements `ports.Trainer` with a `TorchTrainer`. The metrics `time/train`, `time/logprobs` and, for sharded
+    models, `time/wait_for_ranks` are seconds for which the lane was busy."""
 
     def __init__(self, core: TorchTrainer, lane: Lane, recorder: Recorder) -> None:
         self.core = core
@@ -66,8 +66,8 @@ class LaneTrainer:
         return await self._run(lambda: self.core.survey(loss, batches, entropies), "survey")
 
     async def train_round(self, finishing: bool) -> bool:
-        """Run a round of a sharded model. Each microbatch is a closure, and decoding runs between the closures. Returns True once
-        every rank is finishing and has run all its microbatches. The next call must then be `finish_train_step`."""
+        """For a sharded model: run a number of microbatches, agreed by all ranks. Each is a closure, and decoding runs in between.
+        `finishing`: this rank adds no more microbatches. Returns True if all ranks are finishing: call `finish_train_step` next."""
         core = self.core
         assert isinstance(core, ShardedTrainer)
         agree = partial(core.agree_on_round, finishing=finishing)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from asyncrl.models.parameters.flat import FlatParameters
 
 _SAVED = ("step", "exp_avg", "exp_avg_sq")
-# What a rank trains: the parameters of the model or of its LoRA adapters, or with sharding the rank's rows of each parameter.
+# What a rank trains: the parameters of the model, or those of its LoRA adapters. With sharding: the rank's rows of each parameter.
 Parameters: TypeAlias = "FlatParameters | ShardedParameters"
 
 
 def require_names(what: str, names: Sequence[str], state: Mapping[str, object]) -> None:
-    """Errors: KeyError if `state` lacks one of `names`. `what`: says what `state` is."""
+    """Errors: KeyError if `state` lacks one of `names`. `what`: the name of `state` in the message."""
     if missing := [name for name in names if name not in state]:
         raise KeyError(
             f"{what} lacks {len(missing)} of {len(names)} parameters, such as {missing[:3]}; was it saved by another model?"
@@ -109,7 +109,7 @@ class FlatAdamW:
 class Schedule:
     """Linear warm-up from 0 to the peak `train.lr`, then constant or decay to `min_lr_ratio` * peak. The rate after k steps:
 
-        k < warmup: lr(k) = peak * k / warmup      else: lr(k) = peak * decay((k - warmup) / (total - warmup))
+        k < warmup: lr(k) = peak * k / warmup      k >= warmup: lr(k) = peak * decay((k - warmup) / (total - warmup))
 
     decay(x) is 1 (constant), 1 - (1 - r) x (linear), or r + (1 - r) (1 + cos(pi x)) / 2 (cosine: Loshchilov and Hutter,
     arXiv:1608.03983, eq. 5). r is `min_lr_ratio`, x at most 1. With r = 0 the rates equal those of `transformers.get_scheduler`.

@@ -40,7 +40,7 @@ class PolicyForward:
         siblings: Collectives | None = None,
     ) -> None:
         """`unfused`: use the layers of transformers instead of fused layers, so that results equal those of a sharded trainer.
-        `siblings`: the ranks that share each microbatch (context.py), which must make the same calls; None: this rank alone."""
+        `siblings`: the ranks that share each microbatch (context.py). Siblings must make the same calls. None: this rank alone."""
         self.policy = policy
         self._siblings = siblings
         self._unfused = unfused
@@ -87,7 +87,7 @@ class PolicyForward:
 def clamped_ids(batch: Microbatch, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens [T], targets [S], 0-d bool) on the device. Ids are clamped to the vocabulary; the bool is true if some id changed.
 
-    Ids were checked on arrival, but a producer can still write into shared memory. An unknown id would make the CUDA context
+    Ids were checked on arrival, but a producer can write into shared memory later. An unknown id would make the CUDA context
     unusable, so the nearest valid id takes its place. If the bool is true, the caller must discard all results of the step."""
     tokens_T, target_S = to_device(batch.tokens, device), to_device(batch.target, device)
     valid_T, valid_S = tokens_T.clamp(0, vocabulary - 1), target_S.clamp(0, vocabulary - 1)
@@ -96,7 +96,7 @@ def clamped_ids(batch: Microbatch, vocabulary: int, device: torch.device) -> tup
 
 def unknown_id_error(batches: Sequence[Microbatch], vocabulary: int) -> DataError:
     """The error for `batches`, the microbatches with ids that the model lacks. Empty `batches`: the ids are on another rank.
-    `error.groups` are the groups with an unknown token, or all groups of `batches` if there are none (an expert is unknown)."""
+    `error.groups`: the groups with an unknown token. If only experts are unknown: all groups of `batches`."""
     unknown = dict[int, int]()  # group -> an unknown id
     for batch in batches:
         node_T = np.repeat(np.arange(batch.node_length.size), batch.node_length)
@@ -122,7 +122,7 @@ def forward_routes(
     """The `Routes` of one forward. They replay the recorded experts of `batch`, if any. With `keep_logits` they keep the logits of
     the routers. With `siblings` they cover the tokens of this rank.
 
-    None if there is nothing to replay or keep. Errors: ValueError if there is, but `routing` is None: the routers are unknown."""
+    None if there is nothing to replay or keep. Errors: ValueError if `routing` is None and there is something to replay or keep."""
     if batch.routes is None and not keep_logits:
         return None
     if routing is None:
@@ -135,7 +135,7 @@ def forward_routes(
 
 
 def replay_gaps(routes_TLk: npt.NDArray[Any]) -> dict[str, MetricSum]:
-    """The metric that counts tokens without recorded experts in at least one layer: there the router chooses the experts."""
+    """The metric that counts tokens for which a layer has no recorded experts. In such a layer the router chooses the experts."""
     tokens = int((routes_TLk[:, :, 0] == MISSING).any(1).sum())
     return {UNREPLAYED: MetricSum(torch.tensor(tokens), Normaliser.NONE)}
 

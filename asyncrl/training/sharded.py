@@ -1,5 +1,5 @@
-"""The train step under `distributed.sharding: fsdp`. The masters (master weights) are sharded over ranks. So without `keep` each
-microbatch gathers weights, and is a collective:
+"""The train step under `distributed.sharding: fsdp`. The masters (master weights) are sharded over ranks. If the argument `keep` is
+false, each microbatch gathers weights, and is a collective:
 
     train_microbatch   counts the microbatch and appends it to this rank's queue
     a round            the ranks exchange the lengths of their queues; all ranks run as many microbatches as the longest queue
@@ -14,8 +14,8 @@ A microbatch without scored tokens, or of skipped groups, is counted and not que
 A finishing rank joins rounds until all ranks are finishing, so all ranks run the same collectives. `pumps/train.py` runs rounds.
 
 Gradients are sums over all microbatches of all ranks, times 1/N (N: denominator of the loss). Nothing is divided by the number of
-ranks. The closure of the optimizer step also gathers all weights in the matmul dtype into the policy, and raises the policy's
-version. So no other closure sees new weights under the old version. The engine and log-probs without gradient read the policy.
+ranks. `finish_train_step` also gathers all weights in the matmul dtype into the policy, and then raises the policy's version. So no
+other work on the device's thread sees new weights under the old version. The engine and forwards without gradient read the policy.
 
 Shape legend: T packed tokens, S scored tokens, E hidden size.
 """
@@ -70,7 +70,7 @@ class _Scoring(nn.Module):
         positions_T: Tensor,
         source_S: Tensor,
         target_S: Tensor,
-        # An array and no tensor: FSDP2 would move a tensor to the device, but the kernel reads the temperatures on the host.
+        # A numpy array, not a tensor: FSDP2 would move a tensor to the device, but the kernel reads the temperatures on the host.
         temperature_S: Float32Array,
         plan: TreePlan,
         entropy_grad: bool,
@@ -210,7 +210,7 @@ class ShardedTrainer(TorchTrainer):
         self._all_finishing = False
 
     def train_microbatch(self, batch: Microbatch) -> None:
-        """Count the microbatch. With `keep` run it, as a collective of siblings only; else queue it, without a collective."""
+        """Count the microbatch. With `keep`: run it, a collective of the siblings. Without `keep`: queue it, no collective."""
         if self.keep:
             self._broken = True
             super().train_microbatch(batch)
@@ -221,7 +221,7 @@ class ShardedTrainer(TorchTrainer):
             self._queue.append(batch)
 
     def agree_on_round(self, *, finishing: bool) -> int:
-        """Begin a round. Returns its number of microbatches: every rank must call `run_agreed` so many times. A collective.
+        """Begin a round. Returns its number of microbatches: every rank must call `run_agreed` once for each. A collective.
 
         `finishing`: this rank adds no microbatch to this step any more. Once all ranks are finishing, the step can finish.
         """
@@ -234,7 +234,7 @@ class ShardedTrainer(TorchTrainer):
         return self._agreed
 
     def run_agreed(self) -> None:
-        """Run the next microbatch of this rank's queue, or one of weight 0 if the queue is empty. A collective."""
+        """Run the next microbatch of this rank's queue. If the queue is empty, run a microbatch of weight 0. A collective."""
         step = self._require_open()
         assert self._agreed > 0, "called more often than `agree_on_round` returned"
         self._agreed -= 1
@@ -286,7 +286,7 @@ class ShardedTrainer(TorchTrainer):
         return *self._sums(loss, loss_inputs(batch, logp_S, entropy_S), batch, routes), self.sharded.has_unknown_ids
 
     def _reduce_gradients(self, gradient: Tensor) -> None:
-        """Does nothing: each backward, or with `keep` `finish_train_step`, has already summed the gradients over ranks."""
+        """Does nothing. The gradients are summed over ranks already: by each backward, or by `finish_train_step` with `keep`."""
 
     def _norm(self, gradient: Tensor) -> float:
         """The norm over the shards of all ranks. A collective."""
@@ -301,8 +301,8 @@ class ShardedTrainer(TorchTrainer):
         return self.policy.advance()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of TorchTrainer, with this rank's rows of masters and optimizer, and with `shard`: the index of this rank in
-        its replica, and how many ranks that has. Only rank 0 has the reference. `checkpoint/shards.py` joins a replica's states."""
+        """The state of TorchTrainer, with this rank's rows of masters and optimizer. `shard` has the index of this rank in its
+        replica, and the number of ranks in a replica. Only rank 0 has the reference."""
         state = super().state_dict()
         parameters = self.sharded.parameters
         state["shard"] = {"rank": parameters.rank, "ranks": parameters.ranks}

@@ -1,6 +1,6 @@
 """A CPU copy of the trainer's state for a checkpoint. The device's thread makes the copy, and another thread writes it.
 
-Masters and optimizer moments change only when a step finishes. So a snapshot during an open step has the last finished version.
+Master weights and moments change only when a step finishes. So a snapshot during an open step has the last finished version.
 """
 
 from __future__ import annotations

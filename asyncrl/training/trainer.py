@@ -8,7 +8,7 @@
     | abort    | no-op             | zeros gradients, closes; weights unchanged  | closes                |
 
 A TrainStepError changes nothing. The commit point of a step is the return of `optimizer.step`. If a call raises another error
-before that point (also a BaseException), the step stays open with unchanged weights, and the caller must abort it. If finish
+before that point, even a BaseException, the step stays open with unchanged weights, and the caller must abort the step. If finish
 raises after that point, the step is *committed*: the weights have changed, and only abort succeeds.
 
 Order of finish: (1) one float64 all-reduce of the counts and the loss; (2) the denominator N of each term; (3) metrics over
@@ -85,9 +85,9 @@ class TorchTrainer:
     ) -> None:
         """world: the ranks that train; None: this rank alone. max_completion_length: tokens, for
         `Normaliser.SEQUENCES_X_MAX_LENGTH`. needs_reference: keep a copy of the present weights as reference model. total_steps:
-        optimizer steps of the run, for the schedule; by default `train.max_steps`. mismatch_gate: the largest mean of |trainer -
+        optimizer steps of the run, for the schedule; by default `train.max_steps`. mismatch_gate: limit of the mean of |trainer -
         sampler log-prob| in nats; None: no limit. parameters: the trained parameters; by default the policy's `flat`.
-        siblings: the ranks that share each microbatch (context.py), this one included; all make the same calls, with the same
+        siblings: the ranks that share each microbatch (context.py), this rank included; all make the same calls, with the same
         arguments, in the same order. Errors: ConfigError, also if siblings cannot share the microbatches of this model."""
         self.policy = policy
         self.config = config
@@ -115,7 +115,7 @@ class TorchTrainer:
 
     @property
     def version(self) -> int:
-        """The policy version: the number of optimizer steps of the run, including steps without scored tokens."""
+        """The policy version: the number of applied train steps of the run, including steps without scored tokens."""
         return self.policy.version
 
     # -- the four calls ----------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class TorchTrainer:
         measured = totals.without_skipped().denominators(self.max_completion_length)
         metrics = self._reduce_metrics(step, measured)
         self._check_mismatch(metrics.get("mismatch/current_mean"))
-        # Without this call, a rank whose microbatches had no scored token would add the gradients of the last step.
+        # Without this call, a rank whose microbatches had no scored token would add the gradients of the previous step.
         self._zero_once(step)
         gradient = self.parameters.grad
         gradient.mul_(1.0 / denominator)
@@ -336,7 +336,7 @@ class TorchTrainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copies a result of `state_dict`. Errors: TrainStepError while a step is open, KeyError for a missing entry, and those of
+        """Copies a result of `state_dict`. Errors: TrainStepError while a step is open, KeyError for a missing entry, and errors of
         `Parameters.load_masters`."""
         if self._step is not None:
             raise TrainStepError("load_state_dict: a train step is open; finish or abort it first")
@@ -346,7 +346,7 @@ class TorchTrainer:
                 raise KeyError("the state has no reference model, but this trainer needs one (algorithm.kl.coef > 0)")
             for index, name in enumerate(flat.names):
                 flat.view(self.reference, index).copy_(state["reference"][name])
-        # Before the optimizer, whose error about another shape says less.
+        # Before the optimizer: for adapters of another LoRA rank, the error about the masters says more than the optimizer's.
         require_names("the state", self.parameters.names, state["masters"])
         self.parameters.load_masters(state["masters"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -404,7 +404,7 @@ class TorchTrainer:
         return metrics
 
     def _zero_once(self, step: TrainStep) -> None:
-        """Zeros the gradients, once a step. `begin_train_step` does not do this, because it would delay the last publish."""
+        """Zeros the gradients, once a step. `begin_train_step` does not: zeroing would delay the publish of the previous step."""
         if not step.zeroed:
             self.parameters.zero_grad()
             step.zeroed = True
@@ -419,7 +419,7 @@ class TorchTrainer:
             )
 
     def _clip(self, gradient: Tensor) -> float:
-        """Scales the gradient to a norm of at most `grad_clip`. Returns the norm before. Errors: DivergenceError for NaN or inf."""
+        """Scales the gradient to a norm of at most `grad_clip`. Returns the old norm. Errors: DivergenceError for NaN or inf."""
         norm = self._norm(gradient)
         if not math.isfinite(norm):
             raise DivergenceError(

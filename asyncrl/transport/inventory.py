@@ -36,11 +36,11 @@ class Entry:
 
 
 def inventory() -> list[Entry]:
-    """Every segment of this user, sorted by name. Skips links and folders. Takes no lock, on which a new owner could fail."""
+    """Every segment of this user, sorted by name. Skips links and folders. Takes no lock: a lock could make a new owner fail."""
     check_platform()
     found: dict[str, Entry] = {}
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}*")):
-        # Removed since `glob`, or a file of somebody else, with a name that no segment can have.
+        # FileNotFoundError: the file was removed after `glob`. ConfigError: no segment can have this name.
         with contextlib.suppress(FileNotFoundError, ConfigError):
             if _is_own_file(path):
                 entry = _read_entry(path.name.removeprefix(PREFIX))
@@ -57,7 +57,7 @@ def _is_own_file(path: Path) -> bool:
 
 
 def _read_entry(name: str) -> Entry:
-    """One segment without its rings. For a part of the kind "damaged": a problem, and 0 records."""
+    """One segment without its rings. For a segment of the kind "damaged": a problem, and 0 records."""
     size = os.lstat(path_of(name)).st_size
     damaged = name.removeprefix(base_name(name)).startswith(".damaged-")
     try:
@@ -82,7 +82,7 @@ def clear(name: str, *, drop_records: bool = False) -> int:
     """Remove a segment without an owner, with the rings that belong to it. Returns the bytes of all removed segments.
 
     Errors: ArenaOwned if a segment to remove has an owner; FileNotFoundError; TransportError for a link, a folder or a file of
-    another user. Without `drop_records` also TransportError for accepted records, and for a damaged segment, which may hold some.
+    another user. Without `drop_records` also TransportError if a segment holds accepted records or is damaged.
     """
     check_platform()
     path = path_of(name)
@@ -99,7 +99,7 @@ def clear(name: str, *, drop_records: bool = False) -> int:
         # The segment `name` is the last part. Lock it first, as a new owner does; remove it last, so that `clear` can be repeated.
         for part in reversed(parts):
             locks.enter_context(locked(part))
-        # Seal before the count. A `put` that stores its record later sees the seal, and does not succeed before a new owner comes.
+        # Seal before the count. A `put` that stores its record after the count sees the seal, and waits for a new owner.
         sealed_before = [(part, _set_seal(part, True)) for part in parts]
         found = [_read_entry(part) for part in parts]
         records = sum(entry.records for entry in found)

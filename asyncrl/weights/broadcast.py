@@ -3,13 +3,13 @@
 Each node has a weight board: two halves of memory, each for the weights of one version (sync.py).
 
     sender's loop     GeneratingNodes   a version is in a half of the sender's board: tell rank 0
-    rank 0            Orders.run        once each receiver of an order has a free half: send the order to all its nodes (orders.py)
+    rank 0            Orders.run        once each receiver of an order has a free half: send the order to its senders and receivers
     sender's lane     Stripes           broadcast the sender's stripe of the half to all receivers, bucket by bucket
     receiver's lane   Stripes           receive the stripes of all senders into the free half of the receiver's board
     receiver's loop   WeightReceiver    move the receiver's workers to that half
 
-A stripe is a contiguous part of the half; each sender has one. Each sender broadcasts in a process group with all receivers. So no
-sender waits for another sender, and senders receive nothing. Broadcasts run on a separate lane (thread) beside other work.
+Each sender has a stripe, a contiguous part of the half, and broadcasts it in a process group with all receivers. So no sender waits
+for another sender, and senders receive nothing. Broadcasts run on a separate lane (thread) beside other work.
 
 With LoRA only the masters of the adapters travel, and the receiver merges them into its free half (models/parameters/merge.py). A
 node without weights first gets all weights, unmerged, and keeps a copy of each adapted weight.
@@ -62,7 +62,7 @@ def buckets(total: int, senders: int, size: int) -> list[list[tuple[int, int]]]:
 
 
 class Stripes:
-    """A node's broadcasts in its process groups: a sender has one group, a receiver one for each sender. Call it on one lane."""
+    """A node's broadcasts in its process groups: a sender has one group, a receiver one for each sender. For one lane only."""
 
     def __init__(self, node: str, store: dist.Store, device: torch.device, deadline_s: float) -> None:
         """`store`: reachable from all nodes. `deadline_s`: for each bucket, and for forming a process group."""
@@ -78,8 +78,8 @@ class Stripes:
         read: Callable[[int, int], Tensor] | None = None,
         whole_bytes: int | None = None,
     ) -> str | None:
-        """Send this node's stripe of `half`; a receiver receives all stripes into it. `read(start, end)` returns what is sent for
-        `half[start:end]`. `whole_bytes`: of all stripes, if `half` is one stripe. Returns None, or a sentence on failure."""
+        """A sender sends its stripe of `half`. A receiver gets all stripes into `half`. `read(start, end)` returns what is sent for
+        `half[start:end]`. `whole_bytes`: size of all stripes, if `half` is one stripe. Returns None, or a sentence on failure."""
         action, options = "forming the process group", dist.BroadcastOptions()  # the root is rank 0, the sender
         # Sender -> (name of the broadcast in errors, the running broadcast, the memory that it reads or writes).
         works: dict[str, tuple[str, Any, Tensor]] = {}
@@ -169,7 +169,7 @@ class GeneratingNodes:
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
         """Returns once no broadcast reads the other half of this board. The version is sent later, when the receivers have a free
-        half, unless a newer version comes first. Errors: RankLost."""
+        half. If a newer version comes before that, only the newer version is sent. Errors: RankLost."""
         await self._desk.wrote(version, outputs)
 
     def reads(self, half: int) -> bool:
@@ -209,12 +209,12 @@ class WeightReceiver(BoardOwner):
         super().__init__(board, workers)
         self._stripes, self._lane, self._desk = stripes, lane, desk
         self._lora = lora
-        # With LoRA: the halves that hold all weights. A merge into any other half would leave weights without an adapter unset.
+        # With LoRA: the halves that hold all weights. A merge into any other half would not set weights that have no adapter.
         self._complete = set[int]()
         if lora is not None:
             dtype = torch.float64 if board.dtype == torch.float64 else torch.float32
             self._adapters = torch.empty(lora["elements"], dtype=dtype, device=board.half(0).device)
-        self._free: int | None = 0  # the half for the next version; None: no half is free
+        self._half_for_order: int | None = 0  # the half for the next version; None: no half is free
         self._returned = -1  # the last result of `next`
         desk.on_order(self._on_order)
 
@@ -222,8 +222,8 @@ class WeightReceiver(BoardOwner):
         """Receive the first version, with which workers start. Errors: RankLost."""
         await self._desk.next(-1)
         assert self._announced is not None, "rank 0 answers after this node's broadcast"
-        self._free, self._current, self._announced = None, self._announced, None
-        self._set_free(1 - self._current.half)
+        self._half_for_order, self._current, self._announced = None, self._announced, None
+        self._free_other_half(1 - self._current.half)
         return self._current
 
     async def next(self) -> int:
@@ -233,17 +233,17 @@ class WeightReceiver(BoardOwner):
             self._returned = self.current.version
             return self._returned
         if self._announced is None:
-            self._free = await self._wait_for_half()
+            self._half_for_order = await self._wait_for_half()
             # Rank 0 repeats an order that failed on another node, so the half stays free until rank 0 answers.
             await self._desk.next(self.current.version)
-            self._free = None
+            self._half_for_order = None
         assert self._announced is not None, "rank 0 answers after this node's broadcast"
         await self._move(self._announced)
         self._returned = self.current.version
         return self._returned
 
     async def _on_order(self, order: Order) -> str | None:
-        half = self._free
+        half = self._half_for_order
         if half is None:
             return "no half of the board is free"
         failure = await self._lane.run(partial(self._fill, order, half), name="weights/receive")

@@ -4,9 +4,9 @@
     a receiver    next(has)    a half of its board is free. Returns when the receiver has got a version newer than `has`
     rank 0        ask(order)   all senders and receivers of the order run this broadcast, and answer at its end
 
-Senders are the training ranks, receivers the nodes that only generate. Rank 0 sends an order once all senders hold a newer version
-than some receivers have, and each of these receivers has a free half. Until then the training goes on, and the next order has the
-newest version. A sender keeps a version until `wrote` of the next version returns, so all senders still hold an order's version.
+Senders are the training ranks, receivers the nodes that only generate. A board is memory for two versions, one in each half. Rank 0
+sends an order once all senders hold a newer version than some receivers have, and each of these receivers has a free half. Until
+then training goes on, and the next order has the newest version. Senders keep a version until `wrote` of the next version returns.
 
 A failed broadcast is repeated in new process groups. A node is lost if it is disconnected, or if it does not answer within the
 deadline after the first answer. The run goes on without a lost receiver. A lost sender ends the run.
@@ -51,7 +51,7 @@ class Orders:
         deadline_s: float,
         on_lost: Callable[[str, str], None],
     ) -> None:
-        """`receivers`: those of the start; the first order waits for all of them. Receivers may come later, and no order waits for
+        """`receivers`: the nodes at the start; the first order waits for all of them. Receivers may come later. No order waits for
         such a receiver while its workers start. `ask(node, order)` returns None, or a sentence if the broadcast failed at the node.
         `deadline_s`: for a node's broadcast. `on_lost(node, sentence)` is called for each lost receiver."""
         self._written = dict.fromkeys(senders, -1)  # sender -> newest version that it holds
@@ -100,7 +100,7 @@ class Orders:
             raise RankLost(f"{node} was given up while it waited for weights; see the output of rank 0")
 
     def lose(self, node: str, reason: str) -> None:
-        """Give up a node. A receiver gets no further order unless it calls `next` again. The loss of a sender ends `run`."""
+        """Give up a node. A lost receiver gets orders again if it calls `next` again. The loss of a sender ends `run`."""
         if node in self._written:
             self._error = self._error or RankLost(f"a rank that sends weights is lost: {reason}")
             self._notify()
@@ -109,7 +109,7 @@ class Orders:
             self._notify()
 
     async def run(self) -> None:
-        """Send orders until cancelled. After an error of `run` all other calls raise RankLost, so that none waits for an order."""
+        """Send orders until cancelled. After an error of `run` all other calls raise RankLost, so that no node waits for ever."""
         try:
             await self._run()
         except Exception as error:
@@ -127,7 +127,7 @@ class Orders:
                 await self._broadcast(receivers)
 
     def _next_receivers(self) -> list[str] | None:
-        """The receivers of the next order. None if no receiver needs `_held`, or if one that needs `_held` has no free half."""
+        """The receivers of the next order. None if no receiver needs `_held`, or a receiver of this order has no free half."""
         behind = [n for n, version in self._versions.items() if version < self._held and n not in self._starting]
         # Nodes without weights come first, in a separate order: they need all weights, other nodes perhaps only adapters.
         behind = [node for node in behind if self._versions[node] < 0] or behind
@@ -218,7 +218,7 @@ class ServedOrders:
         self.store = LineStore(partial(self._values.answer, server.name))
 
     def describe(self, model: Mapping[str, Any]) -> None:
-        """Set what receivers need to start their workers, in JSON types. `LineOrders.model` waits for this call and returns it."""
+        """Set what receivers need to start workers, in JSON types. `LineOrders.model` waits for this call and returns `model`."""
         self._model.set_result(model)
 
     async def wrote(self, version: int, outputs: Sequence[float] | None) -> None:

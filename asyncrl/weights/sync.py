@@ -4,7 +4,7 @@ An engine that shares the trainer's modules needs no transfer (`SharedWeights`).
 memory or in a slab on a device (transport/memory/board.py). `WeightPublisher` is the trainer's end of the board, `WeightReader`
 a worker's end. The fixed row (models/outputs.py) is 16 fixed tokens, whose log-probs must agree in trainer and workers.
 
-    trainer's lane    _write     put the version into the free half, unless the optimizer step has already cast the masters there.
+    trainer's lane    _write     if the optimizer step has not cast the masters into the free half: copy the weights there.
                                  Compute the log-probs of the fixed row
     trainer's loop    _move      send version, half and log-probs to every worker
     worker's lane     move       copy the half, if it is on another device, bind the modules to the half, and answer
@@ -46,7 +46,7 @@ from asyncrl.types import PostedVersion
 
 OUTPUTS_SHARE = 0.01  # largest share of time for log-probs of the fixed row
 _SAMPLED_POSITIONS = 65_536
-_LARGEST = 1e18  # a norm or an optimizer may square a weight
+_LARGEST = 1e18  # squares of larger weights overflow float32
 
 
 def require_current(policy: PolicyModel, version: int) -> None:
@@ -54,7 +54,7 @@ def require_current(policy: PolicyModel, version: int) -> None:
     is below `_LARGEST` and equal to the masters. Call it on the lane. Errors: DivergenceError."""
     if policy.version < version:
         raise DivergenceError(f"publish: the policy is at version {policy.version}, not yet at {version}")
-    # With adapters `flat` has the trained parameters, and `policy.weights` those that engines use. Else both are one object.
+    # With adapters `flat` has the trained parameters, `policy.weights` the engines' weights. Without adapters both are one object.
     flat, working = policy.flat, policy.weights.working
     strays = policy.weights.misplaced_parameters()
     if flat is not policy.weights:
@@ -119,8 +119,8 @@ class BoardOwner:
     def __init__(self, board: Board, workers: BoardWorkers) -> None:
         self._board, self._workers = board, workers
         self._current: PostedVersion | None = None
-        self._is_free = False  # the half that is not current is free
-        # The version that was sent to the workers, until all of them have answered.
+        self._is_free = False  # whether the half that is not current is free
+        # The newest version on the board, if not all workers have moved to this version. None: all workers have moved.
         self._announced: PostedVersion | None = None
 
     @property
@@ -135,7 +135,7 @@ class BoardOwner:
         half = 1 - self.current.half
         if not self._is_free:
             await self._workers.wait_unread(half)
-            self._set_free(half)
+            self._free_other_half(half)
         return half
 
     async def _move(self, to: PostedVersion) -> None:
@@ -143,9 +143,9 @@ class BoardOwner:
         await self._workers.update_weights(*to)
         self._current, self._announced, self._is_free = to, None, False
         if not self._workers.reads(1 - to.half):
-            self._set_free(1 - to.half)
+            self._free_other_half(1 - to.half)
 
-    def _set_free(self, half: int) -> None:
+    def _free_other_half(self, half: int) -> None:
         """Clear a half that nobody reads."""
         self._board.clear(half)
         self._is_free = True
@@ -174,13 +174,13 @@ class WeightPublisher(BoardOwner):
         self._policy, self._lane, self._adapters, self._part = policy, lane, adapters, part or slice(None)
         self._casts_into_halves = policy.flat is policy.weights and policy.flat.has_working_copy
         self._one_at_a_time = asyncio.Lock()
-        self._computed_at, self._cost = -math.inf, 0.0  # of the fixed row, in seconds
+        self._computed_at, self._cost = -math.inf, 0.0  # start and length of the last `_fixed_row`, in seconds
 
     async def post_first(self) -> PostedVersion:
         """Write the policy's current version, with which workers start. Errors: DivergenceError."""
         async with self._one_at_a_time:
             self._current = await self._lane.run(self._write_first, name="publish/write", priority=1)
-            self._set_free(1)
+            self._free_other_half(1)
         return self._current
 
     async def update_weights(self, version: int) -> None:
@@ -190,18 +190,18 @@ class WeightPublisher(BoardOwner):
                 await self._move(self._announced)
             if self.current.version < version:
                 half = await self._wait_for_half()
-                self._is_free = False  # also if this task is cancelled before the move
+                self._is_free = False  # stays false if a cancellation stops the move
                 write = partial(self._write, version, half)
                 await self._move(await self._lane.run(write, name="publish/write", priority=1))
 
     async def wait_writable(self) -> None:
-        """Wait for a running update. Then, if steps cast and no move failed, wait until the next step can cast into a free half."""
+        """Wait for a running update. Then, if optimizer steps cast into halves and no move failed, wait for a free half."""
         async with self._one_at_a_time:
             if self._casts_into_halves and self._announced is None:
                 await self._wait_for_half()
 
     def _write(self, version: int, half: int) -> PostedVersion:
-        """Write the policy's current version, `version` or a later one, to the half. Call it on the lane."""
+        """Write the policy's current version to the half: `version` or a later version. Call it on the lane."""
         policy, board = self._policy, self._board
         require_current(policy, version)
         if self._casts_into_halves:
@@ -227,9 +227,9 @@ class WeightPublisher(BoardOwner):
         self._computed_at, self._cost = began, time.monotonic() - began
         return logprobs
 
-    def _set_free(self, half: int) -> None:
+    def _free_other_half(self, half: int) -> None:
         """Clear a half that nobody reads, and make the next optimizer step cast into this half."""
-        super()._set_free(half)
+        super()._free_other_half(half)
         if self._casts_into_halves:
             self._policy.flat.target = self._board.half(half)
 
@@ -243,7 +243,7 @@ class WeightPublisher(BoardOwner):
 
 
 class BoardEngine(Protocol):
-    """An engine whose weights lie on a weight board. `output_bound`: how far its log-probs of the fixed row may be off."""
+    """An engine whose weights lie on a weight board. `output_bound`: largest allowed error of its log-probs of the fixed row."""
 
     recorder: Recorder
     output_bound: Bound
@@ -314,7 +314,7 @@ class WeightReader:
         return found, self._board.reads_ended()
 
     async def _compare(self, version: int, outputs: Sequence[float]) -> None:
-        # JSON has no NaN: it arrives as None.
+        # JSON has no NaN, so NaN arrives as None.
         theirs = [math.nan if logprob is None else logprob for logprob in outputs]
         distance, fault = self._comparisons.judge(await self._engine.outputs(), theirs)
         self._engine.recorder.observe("weights/outputs_nats", distance, reduce="max")

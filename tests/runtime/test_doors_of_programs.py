@@ -36,7 +36,7 @@ def test_a_stopped_run_lets_its_producers_go_and_leaves_what_it_did_not_train_to
         heard = waiting.ended()
         assert isinstance(heard, RingDetached) and "ended in good order" in str(heard)
         assert process.wait(SECONDS) == 143, process.output
-        assert f"4 records that were not trained wait in ring {name}" in process.output
+        assert f"ring {name} (see `asyncrl shm`) holds 4 records that were not trained" in process.output
         (left,) = [one for one in inventory() if one.name == name]
         assert (left.owner, left.records) == (None, 4)
         assert [line["step"] for line in metrics_of(run)] == [1]
@@ -85,7 +85,7 @@ def test_a_run_that_is_interrupted_answers_who_posts_and_closes_its_port(tmp_pat
         code, reply = waiting.ended()
         assert (code, reply["status"]) == (503, "full")
         assert process.wait(SECONDS) == 130, process.output
-        assert f"1 records that were not trained wait in ring {name}" in process.output
+        assert f"ring {name} (see `asyncrl shm`) holds 1 records that were not trained" in process.output
         with pytest.raises(OSError), socket.create_connection(("127.0.0.1", urlsplit(url).port or 0), timeout=5):
             pass
         with running(tmp_path, *settings, "run.overwrite=true", "train.max_steps=1", program=CONSOLE) as again:
@@ -167,5 +167,5 @@ def test_torchrun_that_is_stopped_lets_the_producers_of_every_rank_go(tmp_path: 
             assert all(isinstance(one.ended(), RingDetached) for one in waiting)
             assert process.wait(SECONDS + 30) != 0
     for ring in (name, f"{name}-1"):
-        assert f"1 records that were not trained wait in ring {ring} " in process.output
+        assert f"ring {ring} (see `asyncrl shm`) holds 1 records that were not trained" in process.output
         clear(ring, drop_records=True)

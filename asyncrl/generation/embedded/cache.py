@@ -1,10 +1,10 @@
 """The key/value cache of the embedded engine. plans.py has the attention plans that read it.
 
-One buffer is allocated at the start and never grows: `[layers, 2, rows, K, positions, D]`, where rows x positions is at most the
-budget of the engine (`engine.kv_positions`) and a row is at least as long as the longest sequence needs. A longer sequence, or
-more sequences, change that shape (`fit`) and move the cached positions. Running sequences occupy rows [0..n) without holes,
-so a decode step without attention terms (plans.py) attends over a view of the buffer, without copies. Nothing is expanded for
-grouped query heads: the query heads that share a key head are query positions of one attention call.
+One buffer is allocated at the start and never grows: `[layers, 2, rows, K, positions, D]`. rows x positions is at most the budget
+of the engine (`engine.kv_positions`), and a row has room for the longest present sequence. If a longer sequence or more sequences
+come, `fit` changes this shape and moves the cached positions. Running sequences occupy rows [0..n) without holes. So in layers
+without window, soft cap and sinks, a decode step attends over a view of the buffer, and copies nothing. Keys and values are not
+repeated for grouped query heads: the query heads that share a key head are passed as query positions of one attention call.
 
 Where a kernel for ragged rows reads the cache (on a GPU), the buffer is `[layers, 2, rows, positions, K, D]`, as that kernel
 requires. Other code reads a transposed view with the dimensions in the usual order.
@@ -52,7 +52,7 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 class KVCache:
-    """The buffer, its views, and moves of its rows. Only the lane may use it."""
+    """The buffer, its views, and moves of its rows. Use it only on the lane, the device's thread."""
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.total_positions = shape.rows * shape.positions  # limit for all rows together
@@ -72,7 +72,7 @@ class KVCache:
             flat = rows.unflatten(2, (-1, shape.head_size))  # [rows * K * positions, D] of each layer
         else:
             self.data = rows.unflatten(2, (shape.rows, shape.positions, shape.heads, shape.head_size)).transpose(3, 4)
-            # [total_positions, K, D], whatever shape rows have
+            # [total_positions, K, D], for every shape of the rows
             flat = self._planes.unflatten(2, (-1, shape.heads, shape.head_size))
         self.keys = [self.data[layer, 0] for layer in range(shape.layers)]  # [rows, K, positions, D]
         self.values = [self.data[layer, 1] for layer in range(shape.layers)]
@@ -82,7 +82,7 @@ class KVCache:
     def fit(self, rows: int, longest: int, preferred: int, cached_n: Int64Array) -> None:
         """Change the shape if it has no room for `rows` rows of `longest` positions. Errors: ValueError beyond `total_positions`.
         `preferred`: rows get at least this length while there is room, so that the shape seldom changes. `cached_n`: number of
-        positions that each of the first rows holds. They are copied to their new places, keys or values of one layer at a time."""
+        positions that each of the first rows holds. These positions are copied, keys or values of one layer at a time."""
         shape = self.shape
         if rows <= shape.rows and longest <= shape.positions:
             return

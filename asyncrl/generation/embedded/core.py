@@ -1,10 +1,10 @@
 """The embedded engine's computation on the lane, in two kinds of closures:
 
     prefill(): computes keys and values of at most `prefill_tokens` known tokens (prompt tokens and sampled tokens), packed
-    decode():  samples one token for every running sequence; the input is the last known token of each
+    decode():  samples one token for every running sequence; the input of a sequence is its last known token
 
-A sequence can decode when the cache holds all its known tokens but the last. Until then the sequence needs prefill: a new
-sequence, and after a weight update a sequence without sampled tokens, or with `kv_after_update: recompute` every sequence.
+A sequence can decode when the cache holds all its known tokens but the last. Until then the sequence needs prefill. After a weight
+update, sequences without sampled tokens need prefill again. With `kv_after_update: recompute` all sequences do.
 
 Versions: each closure reads `policy.version` at its start, and all its tokens get that version. The lane runs one closure at a
 time, so the weights cannot change before the closure's end.
@@ -12,11 +12,12 @@ time, so the weights cannot change before the closure's end.
 Shared prompts: sequences with equal `prefix_key` have equal prompts. While one of them runs, the keys and values of the prompt are
 computed once per version. The other sequences copy these keys and values from the row of a running sequence.
 
-Sessions: the row of a finished request is kept for the session's next request, which computes only the tokens after the longest
-common beginning of its prompt and a row of the session. If it needs only a part of a kept row, it copies the part, or takes the row
-over if a copy has no room. From a running request's row it copies. Kept rows are dropped, oldest first, where running sequences
-need rows or positions. A prefix is computed again if it is more than `kept_max_age` versions old. A prefix without a sampled token
-is computed again after each change of the version, because no token tells its age.
+Sessions: the row of a finished request is kept for the session's next request. Of the session's rows the next request uses the row
+with the longest prefix of the new prompt, and computes only the tokens after this prefix. If the prefix is all of a kept row, the
+request takes over the row. If the prefix is a part of a kept row, the request copies the part, or takes over the row if a copy has
+no room. From a running row the request always copies. Kept rows are dropped, oldest first, if running sequences need rows or
+positions. A prefix is computed again if it is more than `kept_max_age` versions old. A prefix without sampled tokens is computed
+again after each change of the version, because no token tells its age.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .plans import DecodePlan, ExtendPlan, PromptPiece
 from .sampling import Sampled, Sampler
 from .sequences import PrefixKey, Sequences
 
-# The LM head computes the logits of this many rows at a time. They are freed before the next rows, unless a filter needs a sort.
+# The LM head computes logits of this many rows at a time. If no filter needs a sort, the logits are freed before the next rows.
 HEAD_ROWS = 128
 
 
@@ -87,7 +88,7 @@ class Core:
         self.tokens_copied = 0
         # Shared prompt -> the slots whose rows hold the prompt without its last token, computed with the current version.
         self._holders: dict[PrefixKey, set[int]] = {}
-        # Copies and swaps of rows and changes of the cache's shape, in order. The next closure makes them first.
+        # Copies of rows, swaps of rows, and changes of the cache's shape, in order. The next closure makes them first.
         self._pending_changes: list[Callable[[], None]] = []
 
     # -- between closures, on the loop --------------------------------------------------------------------------------
@@ -192,8 +193,7 @@ class Core:
     # -- on the lane --------------------------------------------------------------------------------------------------
 
     def sync(self) -> int:
-        """Make the pending changes. After a change of the version, mark the tokens that must be computed again as not cached.
-        `prefill` and `decode` call this first. Returns the version."""
+        """Make the pending changes. After a change of version, mark the tokens that need prefill again. Returns the version."""
         version = self.policy.version
         for change in self._pending_changes:
             change()
@@ -205,8 +205,8 @@ class Core:
             self._holders.clear()
             columns = self.sequences
             slots = columns.running_slots
-            # Without `recompute`, only a prompt without sampled tokens is computed again. So the first sampled token's version made
-            # the prompt's cache entries (but a reused prefix), and a later token's version made the entry of the token before it.
+            # Without `recompute`, only a prompt without sampled tokens is computed again. So the prompt's cache entries have the
+            # first sampled token's version, except those of a reused prefix. A sampled token's entry has the next token's version.
             stale = slots if self.recompute else slots[columns.length[slots] == columns.prompt_length[slots]]
             for slot in stale.tolist():
                 columns.keep_first_routes(slot)
@@ -217,7 +217,7 @@ class Core:
         return version
 
     def _fit(self, rows: int, longest: int) -> Callable[[], None]:
-        """Returns a function that makes room in the cache for `rows` rows of `longest` positions, and moves the rows in use now."""
+        """A function that makes room for `rows` rows of `longest` positions, and moves the rows that are in use at this call."""
         columns = self.sequences
         preferred = min(columns.max_context, self.cache.total_positions // columns.capacity)
         return partial(self.cache.fit, rows, longest, preferred, columns.cached[columns.occupied_slots])
@@ -247,14 +247,14 @@ class Core:
             position = columns.length[slots] - 1
             hidden, routes = self._hidden(slots, position)
             sampled = self._sample(hidden, slots)
-            # After the sampling: `routes.numpy` waits for the device, which would then be idle until the sampling is launched.
+            # `routes.numpy` waits for the device. A wait before `_sample` would leave the device without work.
             if routes is not None and columns.routes is not None:
                 columns.routes[slots, position] = routes.numpy()
             stopped, ended = columns.append(slots, sampled, version)
         return Decoded(int(slots.size), tuple(stopped.tolist()), tuple(ended.tolist()))
 
     def _hidden(self, slots: Int64Array, position: Int64Array) -> tuple[Tensor, Routes | None]:
-        """Hidden states [n, E] of the last known tokens of `slots` [n], at `position` [n], and their routes. None: not recorded."""
+        """Hidden states [n, E] of the last known tokens of `slots` [n], at `position` [n], and their routes, if recorded."""
         columns, device = self.sequences, self.cache.device
         tokens = columns.tokens[slots, position]
         if self.graphs is not None and columns.routes is None:
@@ -325,7 +325,7 @@ class Core:
             start += piece.length
 
     def _register_holder(self, slot: int) -> None:
-        """If the row of `slot` holds its prompt without the last token, let other sequences copy it."""
+        """If the row of `slot` holds its prompt without the last token, let other sequences copy this part of the prompt."""
         columns = self.sequences
         key, length = columns.prefix_key[slot], int(columns.prompt_length[slot]) - 1
         if key is not None and length > 0 and columns.cached[slot] >= length:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
 
 
-# On a GPU a prefill launches kernel by kernel (25 ms with a model of 0.6 billion weights on an H200), but a decode step is one
-# graph (6 ms). On a CPU a short prefill takes no longer than a decode step.
+# How many decode steps last as long as a short prefill. On a GPU a prefill launches kernel by kernel (25 ms with a model of
+# 0.6 billion weights on an H200), but a decode step is one graph (6 ms). On a CPU a short prefill is no longer than a decode step.
 _PREFILL_STEPS_ON_A_GPU = 4
 
 
@@ -81,8 +81,8 @@ class EmbeddedEngine(OwnedEngine):
     max_sequences: rows decoded together. max_context: longest prompt + max_tokens of a request. kv_positions: positions that the
     cache allocates for all rows together, each row as long as the longest running sequence. None: max_sequences x max_context.
     prefill_tokens: limit of one prefill closure. kv_after_update: whether running sequences keep or recompute their cached
-    keys and values when the version changes. kept_prefix_max_age: largest age, in versions, of the cached prefix with which the
-    next request of a session goes on; 0: no row is kept. record_routes: generations contain the experts of each token.
+    keys and values when the version changes. kept_prefix_max_age: largest age, in versions, of a cached prefix that the next
+    request of a session may use; 0: no row is kept. record_routes: generations contain the experts of each token.
     eos: ids of the tokens that end a completion, unless a request ignores them; None: those of the tokenizer and the model.
     """
 
@@ -132,8 +132,8 @@ class EmbeddedEngine(OwnedEngine):
         check_tokens(request, self._vocabulary, self.tokenizer is not None)
 
     def statistics(self) -> dict[str, float]:
-        """See the base class. Also, since the start: `prefill_tokens` computed, and `copied_tokens` copied from a shared prompt. At
-        present: `kept_rows`, which are kept for the next request of a session."""
+        """As the base class, and: `prefill_tokens`, computed since the start; `copied_tokens`, copied from shared prompts since the
+        start; `kept_rows`, the rows that are kept now for the next request of a session."""
         core = self._core
         if core is None:
             return super().statistics() | dict.fromkeys(("prefill_tokens", "copied_tokens", "kept_rows"), 0.0)

@@ -37,13 +37,13 @@ logger = logging.getLogger("asyncrl.generation")
 _BUCKET_ROWS = 16
 # How often a step runs before its capture. In the first runs libraries allocate memory, which a capture does not allow.
 _WARM_UP = 2
-# Calls a computation at least once, to record it. Returns the output tensor, without a valid result yet, and a function that
-# runs the computation again into that tensor.
+# Calls a computation at least once, to record it. Returns the output tensor and a function. The function runs the computation again
+# into the output tensor, which has no valid result before the first call of the function.
 Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
 class CudaCapture:
-    """Captures CUDA graphs, which share one memory pool, because no two graphs run at the same time."""
+    """Captures CUDA graphs. They can share one memory pool, because no two graphs run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +71,7 @@ class _Graph(NamedTuple):
 
 
 class DecodeGraphs:
-    """Computes the policy's hidden states of one token for each running row. Only the lane may use it."""
+    """Computes the policy's hidden states of one token for each running row. Only for the lane, the device's thread."""
 
     def __init__(self, policy: PolicyModel, cache: KVCache, longest: int, capture: Capture) -> None:
         """`longest`: limit of the positions of a row."""

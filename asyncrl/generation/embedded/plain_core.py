@@ -43,10 +43,10 @@ class Cohort:
 
 
 class PlainCore:
-    """Has the interface of `Core`, and the same division between the owner task and the lane."""
+    """Has the interface of `Core`."""
 
     def __init__(self, policy: PolicyModel, sequences: Sequences, *, prefill_tokens: int) -> None:
-        """`prefill_tokens`: limit of one prefill closure. A longer sequence is prefilled alone, in one closure."""
+        """`prefill_tokens`: limit of the tokens of one prefill closure. A longer sequence is prefilled alone, in one closure."""
         self.policy = policy
         self.sequences = sequences
         self.sampler = Sampler()
@@ -74,7 +74,7 @@ class PlainCore:
         """Nothing is kept here for a session."""
 
     def remove(self, slot: int, *, keep_row: bool = False) -> None:
-        """Free the slot. `keep_row` is ignored, because no later request uses the cache of an ended one here."""
+        """Free the slot. `keep_row` is ignored, because no later request uses the cache of an ended request here."""
         self.sequences.remove(slot)
         self.sequences.moves.clear()
         if slot in self._without_cohort:
@@ -99,7 +99,7 @@ class PlainCore:
         return self.version
 
     def prefill(self) -> int:
-        """Build caches for sequences without one, at most one cohort for each length. Returns the number of computed tokens."""
+        """Build caches for sequences without a cache, at most one cohort for each length. Returns the number of computed tokens."""
         disable_training(self.policy)
         total = 0
         with torch.no_grad():
@@ -109,7 +109,7 @@ class PlainCore:
                 by_length[int(self.sequences.length[slot])].append(slot)
             for length, slots in by_length.items():
                 max_members = (self.prefill_tokens - total) // max(length - 1, 1)
-                # A sequence that is longer than the budget is prefilled alone.
+                # A sequence that is longer than `prefill_tokens` is prefilled alone.
                 if max_members < 1 and total == 0:
                     max_members = 1
                 if max_members < 1:
@@ -124,7 +124,7 @@ class PlainCore:
         return computed
 
     def decode(self) -> Decoded:
-        """Sample one token for every running sequence."""
+        """Sample one token for every running sequence, or nothing if a sequence needs prefill first."""
         disable_training(self.policy)
         with torch.no_grad():
             version = self.sync()
@@ -145,7 +145,7 @@ class PlainCore:
             return {}
         module: Any = self.policy.module
         state: dict[str, Any] = {"use_cache": True}
-        # For code of models that reads this argument. The decoder itself computes no logits.
+        # Some models' own code reads `logits_to_keep`, although the decoder computes no logits.
         if module._supports_logits_to_keep():
             state["logits_to_keep"] = 1
         if length:
@@ -191,7 +191,7 @@ class PlainCore:
         index = to_device(np.array(kept, np.int64), self.policy.device)
         for name, value in cohort.state.items():
             if isinstance(value, Cache):
-                # Cache classes without support for this raise various errors. Nothing is lost: the cache is rebuilt.
+                # Cache classes that cannot remove rows raise various errors. Nothing is lost: the cache is rebuilt.
                 try:
                     _select_rows(value, index)
                 except Exception:
@@ -199,7 +199,7 @@ class PlainCore:
                     return
             elif isinstance(value, Tensor) and value.ndim and value.shape[0] == len(cohort.slots):
                 cohort.state[name] = value.index_select(0, index)
-            # An object of another type may have rows too.
+            # An object of another type may have rows that cannot be removed here.
             elif not isinstance(value, (bool, int, float, str, type(None))):
                 self._dissolve(cohort)
                 return

@@ -2,8 +2,8 @@
 
 `DecodePlan`: one token for each running row. `ExtendPlan`: pieces of rows (prefill). If the cache has a kernel for ragged rows (of
 several lengths), a plan calls it once in each layer. This kernel takes sliding windows, but no soft-capped scores and no sinks.
-A layer with *terms* (a window shorter than a row, soft-capped scores, sinks) that no kernel computes reads only the band of
-positions that its rows see (`models.attention.general`).
+*Terms* of a layer are a window shorter than a row, soft-capped scores, and sinks. If no kernel computes them, a plan reads only the
+band of positions that the rows see (`models.attention.general`).
 
 Shape legend: T packed tokens, H query heads, K key/value heads, D head size, n running rows.
 """
@@ -63,9 +63,9 @@ class _CachePieces:
 
     @staticmethod
     def make_layout(cache: KVCache, row_n: Int64Array, start_n: Int64Array, length_n: Int64Array) -> Int64Array:
-        """Row, first position and length of each of n pieces -> int64 [T + 3 n + 2]: the index in the flat cache of each token [T],
-        bounds of the pieces among the tokens [n + 1], starts of rows in the flat cache and one end [n + 1], positions that each
-        piece reads [n]."""
+        """Row, first position and length of each of n pieces -> int64 [T + 3 n + 2], in this order: each token's index in the flat
+        cache [T]; the bounds of the pieces among the tokens [n + 1]; each row's start in the flat cache, and the end of the last
+        piece there [n + 1]; the number of positions that each piece reads [n]."""
         row_start_n = row_n * cache.shape.positions
         piece_start_n = np.cumsum(length_n) - length_n
         end_n = start_n + length_n
@@ -97,8 +97,8 @@ class DecodePlan(AttentionPlan):
     """One token for each of the rows [0..n): writes its key and value at `position_n`, attends over [0..position]."""
 
     def __init__(self, cache: KVCache, position_n: Int64Array, layout: Tensor | None = None) -> None:
-        """`layout`: a device tensor with a result of `DecodePlan.layout`. For a CUDA graph the caller may overwrite the tensor with
-        the layout of other positions, none beyond `position_n`. None: the plan makes the layout of `position_n`."""
+        """`layout`: a device tensor with a result of `DecodePlan.layout`. None: the plan makes the layout of `position_n`. For a
+        CUDA graph the caller may overwrite the tensor with the layout of positions that are at most the largest of `position_n`."""
         self.cache = cache
         self.position_n = np.ascontiguousarray(position_n, np.int64)
         self.longest = int(position_n.max(initial=-1)) + 1

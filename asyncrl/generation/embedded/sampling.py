@@ -1,7 +1,7 @@
 """Samples tokens from logits, and computes two log-probs for each token.
 
 Guarantees
-* The random number for token `i` of a request depends only on (seed, i), not on the order of arrival, the row or other rows.
+* The random number for token `i` of a request depends only on (seed, i), not on its row, other rows or arrival order.
 * A token of probability zero is never sampled, even if the cumulative probability ends below 1 by rounding.
 * `logprobs` are log softmax(logits / T) over the full vocabulary, with the model's own logits. For greedy rows T is taken as 1.
 * `sampled_logprobs` are log-probs of the distribution that was sampled: after bias, penalties, bans, temperature, top-k, top-p and
@@ -102,7 +102,7 @@ class LogitChanges:
             token, count = np.unique(tokens[prompt_length:], return_counts=True)
             changes[_PENALTY] = token, count * np.float64(sampling.frequency_penalty) + sampling.presence_penalty
         banned = [*stop_ids] if tokens.size - prompt_length < sampling.min_tokens else []
-        # The last token of a bad word is banned if the completion ends with the tokens before it.
+        # The last token of a bad word is banned if the completion ends with the other tokens of the word.
         for *before, last in sampling.bad_words:
             start = tokens.size - len(before)
             if start >= prompt_length and tokens[start:].tolist() == before:
@@ -146,7 +146,7 @@ class RowParams:
 class Drawn(NamedTuple):
     """The result of `Sampler.draw`. `values` [5, N] float64 on the device: tokens, log-probs of the model, log-probs as sampled, a
     check that is NaN for logits with NaN or +inf, and whether the partial sort sufficed (1 or 0). `sort_all` computes the values
-    again with a whole sort, so it keeps the logits alive; None if no row needs a sort."""
+    again with a whole sort, and for this keeps the logits alive. `sort_all` is None if no row needs a sort."""
 
     values: Tensor
     sort_all: Callable[[], Tensor] | None
@@ -186,8 +186,8 @@ class Sampled:
 
 
 class Sampler:
-    """Samples one token per row of logits. Keeps its buffer of probabilities, because new memory costs page faults. Only the lane
-    may use a sampler."""
+    """Samples one token per row of logits. Keeps its buffer of probabilities, because new memory costs page faults. Only the lane,
+    the device's thread, may use a sampler."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -211,13 +211,13 @@ class Sampler:
         changed = params.changes.rows
         changed_RV: Tensor | None = None
         if changed:
-            # A list as an index would make the host wait for its copy to the device.
+            # If the index were a list, the host would wait until the list is copied to the device.
             changed_R = to_device(np.array(changed), device)
             changed_RV = logits_NV[changed_R]  # a copy, changed below
         if (temperature != 1).any():
             scale = to_device(temperature, device).to(logits_NV.dtype)
             logits_NV.div_(scale.unsqueeze(1))
-        # Rows with changes, and their logits without the changes, divided by the temperature: for the log-probs of the model.
+        # For the log-probs of the model: (rows with changes, logits of these rows without the changes, divided by the temperature).
         unchanged: tuple[Tensor, Tensor] | None = None
         if changed_RV is not None:
             unchanged = changed_R, logits_NV[changed_R]
@@ -306,8 +306,8 @@ def _search_target(cumulative: Tensor, target_N: Tensor) -> Tensor:
 def _sample_sorted(
     probs_NV: Tensor, index_R: Tensor, params: RowParams, uniform_R: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample the rows with top-k or top-p, `index_R`, from their `count` most probable tokens. Returns tokens int64 [R], the
-    total probability of the kept tokens, float64 [R], and whether `count` sufficed, bool [R].
+    """Sample the rows with top-k or top-p, `index_R`, from their `count` most probable tokens. Returns (tokens, total
+    probability of the kept tokens, whether `count` sufficed): int64, float64 and bool [R].
 
     Filters run in the order of transformers: top-k, then the smallest set that reaches top-p of the remaining probability, then the
     tokens with at least min-p of the largest probability. (vLLM's own sampler applies min-p first, so top-p keeps another set.)
@@ -324,11 +324,11 @@ def _sample_sorted(
     column = torch.arange(count, device=device)
     kept.masked_fill_(column >= k_R.unsqueeze(1), 0.0)
     cumulative = kept.cumsum(1)
-    # top-p is a fraction of this probability: that of the top-k tokens, or of the full row if top-k is off.
+    # top-p is a fraction of `total`: the probability of the top-k tokens, or of the full row if top-k is off.
     total = torch.where(k_R < vocabulary, cumulative[:, -1], probs_RV.sum(1, dtype=torch.float64))
-    # The candidates suffice if they include all top-k tokens, or if they reach top-p.
+    # The `count` candidates suffice if they include all top-k tokens, or if top-k is off and the candidates reach top-p.
     enough = (k_R <= count) | ((k_R == vocabulary) & (p_R < 1) & (cumulative[:, -1] >= p_R * total))
-    # They also suffice if min-p removes all other tokens, and `total` is known (top-k is off) or not needed (top-p is off).
+    # If min-p removes all other tokens, the candidates also suffice if `total` is known (top-k off) or not needed (top-p off).
     others_below_min_p = values[:, -1] < min_p_R * values[:, 0]
     enough |= others_below_min_p & ((k_R == vocabulary) | (p_R == 1))
     outside = (cumulative - kept) >= (p_R * total).unsqueeze(1)

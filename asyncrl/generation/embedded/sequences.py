@@ -4,9 +4,9 @@ A *slot* is the index of a sequence in these arrays; it does not change. A *row*
 When a sequence ends, the last row moves into the free row, so running rows are always [0..n). While a closure runs on the lane,
 only that closure may use these arrays. Between closures the owner task uses them.
 
-A finished sequence whose session may go on is *kept*: its slot and row stay, as one of the kept rows [n..n + k) behind the running
-ones. The next request of the session takes over slot and row, or copies the beginning of the row. The methods swap rows only in
-these arrays, and append each swap to `moves`. The caller then swaps the rows of the cache.
+A finished sequence whose session may go on is *kept*: it stays in its slot, and its row becomes one of the kept rows [n..n + k)
+behind the running rows. The next request of the session takes over slot and row, or copies the beginning of the row. The methods
+swap rows only in these arrays, and append each swap to `moves`. The caller then swaps the rows of the cache.
 
 Shape legend: R slots, C longest context, n running sequences, k kept sequences.
 """
@@ -62,7 +62,7 @@ class Sequences:
         self.reused = np.zeros(capacity, dtype=np.int64)
         # Version of the weights that computed the first cached token. No other cached token has an older version.
         self.oldest = np.zeros(capacity, dtype=np.int32)
-        # Index of the first token that this or an earlier request samples in the row. This token has version `oldest`.
+        # Index of the row's first token that this or an earlier request samples. The token's version is at most `oldest`.
         self.first_sampled = np.zeros(capacity, dtype=np.int64)
         self.kept: dict[int, None] = {}  # slots of kept sequences, oldest first
         self.moves: list[Move] = []
@@ -146,7 +146,7 @@ class Sequences:
             self.stops = wider
         self.stops[slot] = NO_TOKEN
         self.stops[slot, : len(stop_ids)] = stop_ids
-        # Rows with reused tokens are no source of shared prompts, which have the keys and values of one version.
+        # Other sequences copy a shared prompt, whose keys and values must be of one version. Reused tokens may be of another.
         self.prefix_key[slot] = None if reused else prefix_key(request)
 
     def remove(self, slot: int) -> None:

@@ -23,7 +23,7 @@ class StopStrings:
         self._window = 4 * max((len(string) for string in self._stop), default=0) + MARGIN
 
     def hit(self, completion: Int64Array) -> str | None:
-        """The stop string that the last token completes, or None. Of several, the one that begins first. `completion` [C]: all
+        """The stop string that the last token completes, or None. Of several: the string that begins first. `completion` [C]: all
         sampled tokens so far."""
         if completion.size <= self._min_tokens:
             return None

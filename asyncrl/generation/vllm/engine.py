@@ -1,15 +1,15 @@
 """The engine of a worker that generates with vLLM. `owner.py` admits the requests, and vLLM runs them.
 
-    generate() --> waiting --admit--> running --a step of vLLM per closure--> result                  (owner.py)
+    generate() --> waiting --admit--> running --one step of vLLM per closure on the lane--> result    (owner.py)
     logits of a step --> the embedded engine's sampler --> token, both log-probs, version of the weights
 
 Guarantees, the same as those of the embedded engine
 * The random numbers of a request depend only on (seed, index of the token). vLLM itself samples nothing.
 * `logprobs` are over the full vocabulary at the sampling temperature (greedy: 1). `sampled_logprobs` are after all filters.
-* Each token has the version of the weights that sampled it. Weights change only between two steps, on the lane.
+* Each token has the version of the weights that sampled it. Weights change only between two steps, on the device's thread (lane).
 * After a change of weights, `kv_after_update: keep` lets sequences with sampled tokens go on with their cached keys and values, and
   computes the other sequences again. `recompute` computes all sequences again. Requests share the keys and values of a prompt only
-  within a version, or within a session: its next request may go on with cached tokens of an earlier request (`_CachedPrefix`).
+  within a version or a session. A request may go on with cached tokens of an earlier request of its session (`_CachedPrefix`).
 * No sequence is preempted, because vLLM's cache has room for all admitted requests.
 """
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from asyncrl.telemetry.recorder import Recorder
 
 _HEAD_ROWS = 128  # rows whose logits exist in float32 at the same time
-_REPLAY = "replay"  # the core's name of the replayed request
-# Allowed differences of log-probs in nats (`models.outputs.Bound`). SmolLM2 differs by 0.08 in bfloat16 and 1e-5 in float32.
+_REPLAY = "replay"  # name of the replayed request in the core
+# Limits in nats for `models.outputs.Bound`, vLLM against the trainer. Measured with SmolLM2: 0.08 in bfloat16, 1e-5 in float32.
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 _GREEDY = SamplingParams(temperature=0)
 
@@ -60,8 +60,8 @@ class CoreSpec:
 class _CachedPrefix:
     """The beginning of a finished request. `tokens`: the prompt and the first sampled token. The weights of `version` computed the
     prompt and sampled that token. vLLM shares cached blocks only between requests of one *salt*, here the number of a version. If
-    the prompt of a later request of the session begins with `tokens`, the later request gets the salt `version`. So it finds the
-    blocks, if vLLM still has them."""
+    the prompt of a later request of the session begins with `tokens`, the later request gets the salt `version`. With this salt
+    the later request finds the blocks, if vLLM still has them."""
 
     version: int
     tokens: Int64Array
@@ -109,8 +109,8 @@ class RunningRequest:
 
 
 class Replay:
-    """Collects the log-probs of a known sequence by teacher forcing: of all tokens but the first, in nats, over the full vocabulary
-    at temperature 1. vLLM computes those of the prompt. Each later log-prob comes from the step that would sample the token."""
+    """Collects log-probs by teacher forcing, for all known tokens but the first: in nats, over the full vocabulary, temperature 1.
+    vLLM computes the log-probs of the prompt. Each later log-prob comes from the step that would sample the token."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         """`tokens`: the known tokens after the prompt."""
@@ -168,7 +168,7 @@ class VllmEngine(OwnedEngine):
         self._recompute = kv_after_update == "recompute"
         self._kept_max_age = kept_age_limit(kept_prefix_max_age, self._recompute)
         self._numbers = itertools.count()
-        # (slot, its new request; None: its request has ended or was aborted). The owner task appends; the next step applies them.
+        # (slot, new request), or (slot, None) after the request's end or abort. The owner task appends; the next step applies them.
         self._changes: deque[tuple[int, RunningRequest | None]] = deque()
         # Sessions that have ended since the last step.
         self._forgotten: deque[str] = deque()
@@ -202,7 +202,7 @@ class VllmEngine(OwnedEngine):
         self._core = self._open_core(self._choose)
 
     def move_to(self, half: Tensor, version: int) -> None:
-        """Use the weights of `version`, which lie in `half`, for all later tokens. Call this on the lane."""
+        """Use the weights of `version`, in this half of the weight board, for all later tokens. Call this on the lane."""
         self._core.bind(half, version)
         self.version = version
         if self._recompute:
@@ -220,7 +220,7 @@ class VllmEngine(OwnedEngine):
         return await self.replay(row[:-DECODED], row[-DECODED:])
 
     async def replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """See `Replay`. Only one call at a time. Each step is a closure, which also computes the other running requests."""
+        """See `Replay`. Only one call at a time. Each step is one closure on the lane, and also computes the other requests."""
         replay = Replay(tokens)
 
         def begin() -> None:
@@ -277,7 +277,7 @@ class VllmEngine(OwnedEngine):
         return results
 
     def _apply_changes(self) -> None:
-        """Add the new requests to the core, and remove those that have ended or were aborted. Forget ended sessions."""
+        """Add the new requests to the core, and remove the requests that have ended or were aborted. Forget ended sessions."""
         while self._changes:
             slot, added = self._changes.popleft()
             if added is not None:
@@ -296,7 +296,7 @@ class VllmEngine(OwnedEngine):
                     running.session = None
 
     def _add_to_core(self, slot: int) -> None:
-        # A new name: the core keeps the name of an aborted request until its next step.
+        # A new name: the core keeps the name of an aborted request until the core's next step.
         name, running = f"{slot}.{next(self._numbers)}", self._slots[slot]
         self._slot_of_name[name] = slot
         prompt, max_tokens = running.request.prompt_ids.tolist(), running.request.sampling.max_tokens

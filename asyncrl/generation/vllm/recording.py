@@ -24,9 +24,9 @@ _USE_OTHER = "use generation.engine=embedded"
 
 
 class RecordedPiece(NamedTuple):
-    """A copy of `rows` times `size` elements to offset `target` of the parameter, where they are contiguous. In the buffer row 0
-    begins at offset `source`, and each further row `step` elements after the row before. `rows` is above 1 if a process of a split
-    engine has some columns of a weight. `source` None: zeros (padding)."""
+    """A copy of `rows` times `size` elements to offset `target` of the parameter. In the parameter the rows are contiguous. In the
+    buffer, row i begins at offset `source + i * step`. `rows` is above 1 if this process of a tensor-parallel engine has only some
+    columns of a weight. `source` None: zeros (padding)."""
 
     target: int
     source: int | None
@@ -48,9 +48,9 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
 def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Tensor]) -> dict[str, list[RecordedPiece]]:
-    """For each of `targets`, which must not share storage, the pieces that `load` copies into it from views of `buffer`. They cover
-    the target in order. Neighbours in the target that are also neighbours in the buffer are merged. Call `require_all_read`
-    afterwards. Errors: ConfigError for a parameter that does not consist only of copies."""
+    """For each of `targets`, the pieces that `load` copies into the target from views of `buffer`, sorted by offset in the target.
+    Pieces that are neighbours both in the target and in the buffer are merged. `targets` must not share storage. Call
+    `require_all_read` afterwards. Errors: ConfigError for a parameter that does not consist only of copies."""
     with _WriteRecorder(buffer, targets) as writes:
         load(layout.views(buffer))
     return {
@@ -61,8 +61,8 @@ def record(load: Load, layout: Layout, buffer: Tensor, targets: Mapping[str, Ten
 
 class _WriteRecorder(TorchDispatchMode):
     """Records every write into the targets: copies of the buffer, zeros, and (in `computed`) anything else, such as a change in
-    place after a copy. Values cannot be compared instead, because the buffer is a half of the weight board, which the trainer
-    may write meanwhile."""
+    place after a copy. A comparison of values cannot replace the recorder: the trainer may write into the buffer, a half of the
+    weight board, during the load."""
 
     def __init__(self, buffer: Tensor, targets: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _WriteRecorder(TorchDispatchMode):
                 self.found[name].append(piece)
 
     def _piece(self, func: Any, target: Tensor, args: Any) -> RecordedPiece | None:
-        """None unless `func` was `fill_(0)`, or `copy_` from a part of the buffer of the same shape, into contiguous memory."""
+        """The piece, if `func` was `fill_(0)`, or a `copy_` of buffer elements that a piece can describe; else None."""
         if func not in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar) or not target.is_contiguous():
             return None
         start, size, source = int(target.storage_offset()), target.numel(), args[1]

@@ -16,8 +16,8 @@ _MEMORY = Path("/dev/shm")
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
-    """A new folder, removed after the context. Inside the context this process creates its temporary files there, because vLLM
-    never deletes the file of its process group. First removes the folders of killed processes. Errors: OSError."""
+    """A new folder, removed with its files after the context. Inside the context this process creates its temporary files in the
+    folder: vLLM never deletes the file of its process group. First removes the folders of killed processes. Errors: OSError."""
     original, root = tempfile.tempdir, tempfile.gettempdir()
     _remove_orphans(Path(root))
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=root, ignore_cleanup_errors=True) as folder:
@@ -40,7 +40,7 @@ def _remove_orphans(root: Path) -> None:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 files = [*folder.iterdir()]
-                # The process of an empty folder may be about to lock it.
+                # An empty folder may be new: its process may not have locked the folder yet.
                 if files and os.fstat(descriptor).st_uid == os.geteuid():
                     for file in files:
                         remove_segments(file.name)
@@ -50,7 +50,7 @@ def _remove_orphans(root: Path) -> None:
 
 
 def remove_segments(name: str) -> None:
-    """Remove the shared memory whose names vLLM derives from the name of the file of its process group."""
+    """Remove vLLM's shared-memory files `NAME-*`. `name`: the name of the file of vLLM's process group."""
     if name.startswith("vllm_dist_"):
         for path in _MEMORY.glob(f"{name}-*"):
             path.unlink(missing_ok=True)

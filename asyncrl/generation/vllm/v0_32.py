@@ -6,7 +6,7 @@ nothing, so the weights may change.
 
 Weights: vLLM's own loader copies them once from a buffer, and recording.py records each copy. `bind` repeats the copies from
 another buffer into the same parameters. Therefore every layer must compute with its parameters as they were loaded. On a CPU vLLM
-would pack the weights of linear layers and experts into copies; v0_32_cpu.py prevents that.
+would pack the weights of linear layers and experts into copies; v0_32_cpu.py prevents this packing.
 
 On a GPU the parameters keep their addresses, so compiled code and CUDA graphs stay valid. `bind` launches the copies on the CUDA
 stream of this thread's steps, which vLLM makes the current stream. So the next step reads the new weights without a wait.
@@ -55,7 +55,7 @@ from .versions import BLOCK, GPU_WORKSPACE
 
 _FORMAT = "asyncrl"
 _USE_OTHER = "use generation.engine=embedded"
-# vLLM's loader expects the names of the published checkpoint. (name in transformers, name in the checkpoint)
+# vLLM's loader expects the names of the published checkpoint. Pairs: (name in transformers, name in the checkpoint).
 _NAMES = {
     "MixtralForCausalLM": (
         (".mlp.", ".block_sparse_moe."),
@@ -270,8 +270,8 @@ def _rename(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator
 
 
 def write_config(config: Mapping[str, Any], root: str) -> str:
-    """Write the model's configuration below `root`, and return its folder. The folder's name is a digest of the configuration: on a
-    GPU the path is in the keys of vLLM's cache of compiled code. Replaces the file atomically, because other workers may use it."""
+    """Write the model's configuration below `root`, and return its folder. The folder's name is a digest of the configuration,
+    because on a GPU vLLM finds compiled code by the path. Replaces the file atomically, because other workers may use it."""
     text = json.dumps(config, sort_keys=True)
     folder = Path(root, _FORMAT, hashlib.sha256(text.encode()).hexdigest()[:16])
     folder.mkdir(parents=True, exist_ok=True)
@@ -294,7 +294,7 @@ def _require_build(device: torch.device) -> None:
 def _plain_layers(device: torch.device) -> Iterator[None]:
     """Inside the context vLLM creates layers that compute with their parameters as they were loaded."""
     if device.type != "cpu":
-        # On a GPU all layers compute so, except those that `require_supported` refuses.
+        # On a GPU all layers do this, except those that `require_supported` refuses.
         yield
         return
     from .v0_32_cpu import unbound_memory, unpacked
@@ -336,7 +336,7 @@ def _engine_arguments(folder: str, spec: ModelSpec, limits: CoreLimits, processe
     options: dict[str, Any] = {"enforce_eager": True}
     if spec.buffer.is_cuda:
         _, total = torch.cuda.mem_get_info(spec.buffer.device)
-        # vLLM's other kernels for experts rearrange the weights. One does so in place, which a check of addresses cannot find.
+        # vLLM's other kernels for experts rearrange the weights. A check of addresses cannot find a kernel that does so in place.
         options = {"moe_backend": "triton", "gpu_memory_utilization": memory_share(spec, limits, total, processes)}
     if processes > 1:
         options |= {"tensor_parallel_size": processes, "distributed_executor_backend": SplitExecutor}
@@ -366,7 +366,7 @@ def memory_share(spec: ModelSpec, limits: CoreLimits, total: int, processes: int
 
 
 def _blocks(limits: CoreLimits) -> int:
-    """Number of blocks with which no admitted sequence is preempted. A sequence may fill its last block partly; vLLM reserves 1."""
+    """Blocks with which no admitted sequence is preempted. A sequence may fill its last block partly. vLLM reserves one block."""
     return -(-limits.positions // BLOCK) + limits.sequences + 1
 
 
@@ -403,7 +403,7 @@ def require_supported(model: nn.Module, loaded: Mapping[str, Tensor], device: to
     harmless = Attention.process_weights_after_loading
     for name, module in model.named_modules():
         process = getattr(type(module), "process_weights_after_loading", None)
-        # `_computes_in_place` checks the kernel of experts.
+        # The kernel of this method is checked at the `RoutedExperts` that own the method (`_computes_in_place`).
         if type(module) is UnquantizedFusedMoEMethod:
             continue
         other_experts = isinstance(module, RoutedExperts) and not _computes_in_place(module, device)

@@ -1,4 +1,4 @@
-"""vLLM 0.32 and 0.33 on a CPU: layers that compute with their parameters as they were loaded. Only a worker on a CPU imports this.
+"""vLLM 0.32 and 0.33 on a CPU: layers that read their parameters without packing. Only a worker on a CPU imports this.
 
 vLLM would pack the weights of linear layers and experts into copies, which `VllmCore.bind` does not change.
 """
@@ -44,8 +44,8 @@ def unpacked() -> Iterator[None]:
 
 
 def _sum_of_experts(experts: CPUUnquantizedExperts, *, output: Tensor, **arguments: Any) -> None:
-    """Replaces `CPUUnquantizedExperts.apply`, which needs packed weights. Applies each token's experts [T, k], with w1
-    [E, 2I, H] (gate and up) and w2 [E, H, I], to the hidden states [T, H]. Sums the results, times the router's weights [T, k]."""
+    """Replaces `CPUUnquantizedExperts.apply`. Applies each token's experts [T, k], with w1 [E, 2I, H] (gate, up) and w2 [E, H, I],
+    to the hidden states [T, H]. Multiplies the results by the router's weights [T, k], and writes their sum to `output` [T, H]."""
     hidden_TH, w1, w2 = arguments["hidden_states"], arguments["w1"], arguments["w2"]
     chosen_Tk, weights_Tk = arguments["topk_ids"], arguments["topk_weights"]
     total_TH = torch.zeros(output.shape, dtype=torch.float32)

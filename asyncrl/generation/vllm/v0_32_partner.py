@@ -1,5 +1,5 @@
-"""The program of a partner (v0_32_split.py): `python -m asyncrl.generation.vllm.v0_32_partner FD WORKER`. FD: descriptor of the
-channel to the worker. WORKER: pid of the worker."""
+"""The program of a partner, a process that computes a part of each layer for a worker (v0_32_split.py). Two arguments:
+the descriptor of the channel to the worker, and the pid of the worker."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def serve(channel: Connection) -> Never:
             wrapper.load_model()
             v0_32.require_supported(wrapper.get_model(), loader.parameters, device)
         except v0_32.FAILURES as error:
-            # The worker raises this error or its own, then closes the channel: `recv` waits for that.
+            # The worker raises this error or another error, then closes the channel. `recv` waits until the channel is closed.
             channel.send(error if isinstance(error, ConfigError) else RuntimeError(str(error)))
             channel.recv()
             raise

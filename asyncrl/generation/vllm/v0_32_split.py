@@ -1,10 +1,11 @@
 """vLLM 0.32 and 0.33 with tensor parallelism: one engine over several processes, each with a part of every layer.
 
     the worker    vLLM's scheduler, the sampler, and `SplitExecutor`, which sends each call to the partners
-    a partner     another process (v0_32_partner.py), which repeats the calls. vLLM's own collectives connect the layers
+    a partner     another process (v0_32_partner.py), which repeats the calls. vLLM's own collectives combine the results
 
-* The weight board: each process opens the board, records which parts of the weights vLLM's loader copies into its parameters, and
-  copies these parts of each version. `BoardTransfer`, which vLLM constructs in every process, does that between two steps.
+* Each process opens the weight board (memory with two versions of the weights), and records which parts of the weights vLLM's
+  loader copies into its parameters. vLLM constructs a `BoardTransfer` in every process. Between two steps `BoardTransfer` copies
+  the same parts of a new version.
 * The worker samples and sends the tokens to the partners.
 * If a partner dies, the worker ends, because the other processes would wait in a collective. No partner outlives the worker.
 * In vLLM's process group the worker is rank 0, and partner `n` is rank `n`.
@@ -41,8 +42,7 @@ from .temporary import remove_segments
 
 TRANSFER = "asyncrl"
 _PROGRAM = "asyncrl.generation.vllm.v0_32_partner"
-# Partners do not answer these calls.
-STEP = ("execute_model", "sample_tokens")
+STEP = ("execute_model", "sample_tokens")  # partners do not answer these calls
 Weights = Sequence[tuple[Sequence[RecordedPiece], Tensor]]
 ChooseTokens = Callable[[Sequence[str], Tensor], Tensor]
 
@@ -86,8 +86,8 @@ class BoardTransfer(WeightTransferEngine[BoardSource, BoardVersion]):
         pass
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Overrides vLLM's method, which would wait for the device: the worker only launches the copies. Errors: TransportError if
-        the board does not hold the version."""
+        """Overrides vLLM's method, which would wait until the device has ended the copies. Errors: TransportError if the board does
+        not hold the version."""
         self.receive_weights(self.parse_update_info(update_info))
 
     @torch.no_grad()
@@ -116,14 +116,13 @@ WeightTransferEngineFactory.register_engine(TRANSFER, BoardTransfer)
 
 
 class SplitExecutor(UniProcExecutor):
-    """vLLM's executor for one process, which also sends each call to the partners. vLLM creates the object, so `VllmCore` sets
-    `split`, `config` and `layout` (see `ModelSpec`) on the class before."""
+    """vLLM's executor for one process, which also sends each call to the partners. vLLM creates the object. Before that,
+    `VllmCore` sets `split`, `config` and `layout` (see `ModelSpec`) on the class."""
 
     split: Split
     config: Mapping[str, Any]
     layout: Layout
-    # What the partners copy from the board.
-    recorded: Sequence[RecordedPiece]
+    recorded: Sequence[RecordedPiece]  # what the partners copy from the board
 
     def _init_executor(self) -> None:
         self._closing = False
@@ -171,10 +170,10 @@ class SplitExecutor(UniProcExecutor):
     def _watch(
         self, started: Future[subprocess.Popen[bytes]], command: Sequence[str], fds: Sequence[int], number: int
     ) -> None:
-        """Start a partner, and end this process if the partner fails. To the kernel this thread is the parent of the partner, so
-        the thread must live as long as this process."""
+        """Start a partner, and end this process if the partner fails. This thread must live as long as this process: the kernel
+        kills the partner when the thread that started it ends (PR_SET_PDEATHSIG)."""
         try:
-            # In the process group of the worker: whoever started the worker kills the whole group when the worker ends.
+            # The partner stays in the worker's Unix process group. The starter of the worker kills this group at the worker's end.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
         except BaseException as error:
             started.set_exception(error)
@@ -185,7 +184,7 @@ class SplitExecutor(UniProcExecutor):
         if code and not self._closing:
             text = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
             print(f"partner {number} of this worker (process {process.pid}) {text}", file=sys.stderr, flush=True)
-            # The lane may wait for that partner in a collective, which never returns.
+            # The lane (the device's thread) may wait for that partner in a collective that never returns.
             os._exit(1)
 
     def _receive(self, channel: Connection) -> Any:
@@ -203,7 +202,7 @@ class SplitExecutor(UniProcExecutor):
     def collective_rpc(
         self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **options: Any
     ) -> Any:
-        """Call a method of vLLM's worker in every process. Returns all results; for a method of `STEP` only this process's."""
+        """Call a method of vLLM's worker in every process. Returns all results. For `STEP`: only the result of this process."""
         for channel in self._channels:
             # BrokenPipeError: the partner has ended, so `_watch` ends this process.
             with contextlib.suppress(BrokenPipeError):

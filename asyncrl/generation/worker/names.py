@@ -27,7 +27,7 @@ def remove_orphans() -> list[str]:
     removed = []
     for path in sorted(Path(DIRECTORY).glob(f"{PREFIX}worker-*")):
         name = path.name.removeprefix(PREFIX)
-        # ArenaOwned: the owner lives, or another process is removing the segment. TransportError: no segment of this user.
+        # ArenaOwned: the owner lives, or another process is removing the segment. TransportError: not a file of this user.
         with contextlib.suppress(ArenaOwned, FileNotFoundError, TransportError):
             if _GENERATED_NAME.fullmatch(name):
                 clear(name, drop_records=True)

@@ -1,4 +1,4 @@
-"""Creates a worker's engine and attaches its weight board, from the setup message of the rank."""
+"""Creates a worker's engine and attaches its weight board, from the setup message that its rank sends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def create_engine(
         name="engine/load",
     )
     if setup["board"]["slab"] is not None:
-        # The move frees the policy's own weights before the cache is allocated. The trainer may use the same GPU.
+        # Frees the policy's own weights before the cache is allocated: the trainer may need memory of the same GPU.
         await lane.run(lambda: policy.flat.move_to(half), name="engine/bind")
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")
     engine = EmbeddedEngine(
@@ -69,12 +69,12 @@ async def create_engine(
 async def _attach_board(
     setup: Mapping[str, Any], digest: str, device: torch.device, lane: ThreadLane, one_copy: bool = False
 ) -> tuple[Board, Tensor]:
-    """The board, and one half with weights, on the device where this process reads it. `one_copy`: see `Board.attach`."""
+    """(board, a half with weights). A process that reads copies gets its copy of the half. `one_copy`: see `Board.attach`."""
     copy_to = device if setup["copies"][0] else None
     board = await lane.run(
         lambda: Board.attach(setup["board"], setup["board_fd"], digest, copy_to, one_copy), name="engine/board"
     )
-    # A half with weights of some version. If the trainer overwrites it during the fetch, the first update repairs the weights.
+    # Any half with weights will do. If the trainer overwrites the half during the fetch, the first update repairs the weights.
     index = 0 if board.version(0) is not None else 1
     await wait_for_device(await lane.run(lambda: board.fetch(index), name="engine/fetch"))
     return board, board.half(index)
@@ -93,7 +93,7 @@ async def _open_vllm(
     description, dtype = setup["for_engine"], DTYPES[config.model.dtype]
     layout = Layout.from_message(description["layout"])
     digest = layout.digest(dtype)
-    # One copy suffices: vLLM has its own parameters, and reads the board's copy only in `bind`.
+    # One copy suffices: vLLM has its own parameters, and reads the board's copy only in `VllmCore.bind`.
     board, half = await _attach_board(setup, digest, device, lane, one_copy=True)
     version = await lane.run(lambda: require_vllm(device.type), name="engine/version")
     report_stage(f"importing vLLM {version}")
@@ -104,7 +104,7 @@ async def _open_vllm(
         context=max(options["max_context"], TOKENS + 1),
         positions=options["kv_positions"] + TOKENS + 1,
         step_tokens=config.engine.prefill_tokens,
-        # A split engine divides the key-value heads among its processes, but every process has at least one.
+        # A split engine divides the key-value heads among its processes, but every process has at least one head.
         position_bytes=description["position_bytes"] // min(len(setup["devices"]), description["kv_heads"]),
     )
     tokenizer = await lane.run(lambda: load_tokenizer_of(config.model), name="engine/tokenizer")

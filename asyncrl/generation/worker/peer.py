@@ -41,10 +41,10 @@ class Peer:
         self.ready = False
         # The version that the worker computes with, and the version that it was sent last. -1: none.
         self.version = self.sent_version = -1
-        # From the newest report. `closure`: name and seconds so far of the closure on the worker's lane; None: no closure runs.
+        # From the newest report. `closure`: (name, running time in seconds) of the closure on the worker's lane; None: none runs.
         self.statistics: dict[str, float] = {}
         self.closure: tuple[str, float] | None = None
-        # Times of the event loop: of the newest message; of the newest call of `hang_reason` at which the CPU time had grown.
+        # By the event loop's clock: when the newest message came, and when `hang_reason` last found that the CPU time had changed.
         self.last_message_at = self._computed_at = asyncio.get_running_loop().time()
         self._processor_s = 0.0
         self._leaving = False
@@ -57,7 +57,7 @@ class Peer:
         self.process.channel.send({"setup": {**setup.message, "number": number}})
 
     def put(self, number: int, request: GenerationRequest | None) -> None:
-        """Send request `number`; None cancels it. Requests of one iteration of the event loop go out in one message, in order."""
+        """Send request `number`, or cancel it if `request` is None. One message has all requests of a loop iteration, in order."""
         self._flush_soon()
         self._outbox.append((number, request))
 
@@ -67,7 +67,8 @@ class Peer:
         self._ended_sessions.append(session)
 
     def send_weights(self, version: int, half: int, outputs: Sequence[float] | None) -> None:
-        """Announce the next weights. The worker binds them between two closures, reports that, then compares `outputs`."""
+        """Announce a version in `half` of the weight board. Between two closures the worker binds its modules to this half, and
+        reports `bound`. Then it compares `outputs` with its own log-probs of the fixed row (models/outputs.py)."""
         self.sent_version = version
         self.process.channel.send({"weights": version, "half": half, "outputs": outputs})
 
@@ -121,8 +122,8 @@ class Peer:
 
     def hang_reason(self, start_s: float, silent_s: float, closure_s: float) -> str | None:
         """Why a living worker hangs, or None. Call this regularly: it measures CPU time between calls. Limits: `silent_s` without a
-        message, `closure_s` in one closure. While the worker starts, both limits are `start_s`. A worker without message and CPU
-        time for `silent_s` hangs even then: importing torch takes long, but uses CPU time."""
+        message, `closure_s` in one closure. While the worker starts, both limits are `start_s`. But a starting worker that
+        sends no message and uses no CPU time for `silent_s` hangs: importing torch takes long, but uses CPU time."""
         if self._leaving:
             return None
         now, processor_s = asyncio.get_running_loop().time(), self.process.processor_s()

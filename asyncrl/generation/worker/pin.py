@@ -1,8 +1,8 @@
-"""A worker that keeps a version of the weights (it is pinned) while the other workers move to later versions.
+"""A *pinned* worker keeps one version of the weights while the other workers move to later versions.
 
-From `begin` on the worker finishes its earlier requests and gets only pinned requests. If it dies, its successor starts with the
-pinned version. `Pin.end` sends the newest version. Once the worker has bound that version (computes with it) or died, the trainer
-may write the half of the weight board from which the worker read the pinned version.
+After `Pins.begin` the worker finishes its earlier requests, and gets only pinned requests, those of `Pin.generate`. If the worker
+dies, its successor starts with the pinned version. `Pin.end` sends the newest version. When the worker has bound the newest version
+(computes with it) or has died, the trainer may overwrite the half of the weight board (shared memory) that has the pinned version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.types import Generation, GenerationRequest, PostedVersion
 from .peer import Peer
 from .router import Router
 
-Sample = Callable[[GenerationRequest, bool], Awaitable[Generation]]  # the flag: a pinned request
+Sample = Callable[[GenerationRequest, bool], Awaitable[Generation]]  # the flag: whether the request is pinned
 
 
 @dataclass(eq=False, slots=True)
@@ -32,7 +32,7 @@ class Pin:
     ended: bool = False
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample with the pinned version; after `end` with any. Errors: DivergenceError for a token of another version."""
+        """Sample with the pinned version; after `end` with any version. Errors: DivergenceError for a token of a wrong version."""
         if self.ended:
             return await self.sample(request, False)
         generation, version = await self.sample(request, True), self.weights.version
@@ -48,12 +48,12 @@ class Pin:
 
 
 class Pins:
-    """The pin of an engine, one at a time. Only `wait_unread` and `begin` wait."""
+    """The pins of an engine: at most one at a time. Only `wait_unread` and `begin` wait."""
 
     def __init__(
         self, router: Router, peers: Mapping[int, Peer], recorder: Recorder, on_unpinned: Callable[[], None]
     ) -> None:
-        """`peers`: the living workers, by number. `on_unpinned`: called once the worker may take other requests again."""
+        """`peers`: the living workers, by number. `on_unpinned`: called when the worker may take other requests again."""
         self._router, self._peers, self._recorder, self._on_unpinned = router, peers, recorder, on_unpinned
         self._pin: Pin | None = None  # stays after its end until `finish_ended_pin`
         self._waiting: list[asyncio.Future[None]] = []  # calls of `wait_unread`
@@ -82,7 +82,7 @@ class Pins:
         return self._pin is not None and not self._pin.ended and self._router.unpinned_on_pinned_worker > 0
 
     def reads(self, half: int) -> bool:
-        """Whether a pinned worker may read this half."""
+        """Whether a pinned worker is possibly reading this half."""
         return self._pin is not None and self._pin.weights.half == half
 
     async def wait_unread(self, half: int) -> None:
@@ -95,12 +95,12 @@ class Pins:
                 await future
 
     def finish_ended_pin(self) -> None:
-        """Unpin the worker of an ended pin, once it has bound the newest weights or is dead."""
+        """Unpin the worker of an ended pin, if the worker has bound the newest weights, is dead or is starting."""
         pin, newest = self._pin, self.newest
         if pin is None or not pin.ended or newest is None:
             return
         peer = self._peers.get(pin.worker)
-        # The worker has not bound the newest weights yet. Until then it gets no ordinary requests.
+        # The worker gets no ordinary requests before it has bound the newest weights.
         if peer is not None and peer.sent_version >= 0 and peer.version < newest.version:
             return
         self._pin = None

@@ -1,14 +1,14 @@
 """Chooses the worker of each request. The router only keeps lists: it never waits and sends nothing.
 
-* Requests with the same `prefix_key` go to one worker, their *home*, as long as that worker has one of them. So their prompt is
-  prefilled once.
+* Requests with the same `prefix_key` go to one worker, their *home*, as long as that worker has at least one of these
+  requests. So their prompt is prefilled once.
 * A worker may keep the keys and values of a session. So the session's next request goes to the same worker, unless that worker is
   full or has far more reserved tokens (prompt + max_tokens) than another worker.
 * Other requests go to the worker with the fewest reserved tokens.
 * A worker gets at most `capacity` requests: those that it can run, and a small reserve so that it never waits for the rank. All
   further requests wait in the router, the smallest priority first, then in the order of arrival.
 
-In `preset: sync` the group of a request decides its worker. If that worker serves, it gets the request at once, even beyond
+In `preset: sync` the group of a request decides its worker. If that worker is in service, it gets the request at once, even beyond
 `capacity`. So the requests that a worker runs together do not depend on timing.
 
 At most one worker is *pinned* to a version (pin.py). It keeps its earlier requests and gets only pinned requests, which no other
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 
 from asyncrl.types import Generation, GenerationRequest
 
-# A session stays at its worker while that worker's reserved tokens are at most this multiple of those that the least loaded
-# worker would have with the request.
+# A session stays at its worker if that worker's reserved tokens are at most this multiple of the reserved tokens that the least
+# loaded worker would have with the request.
 _MAX_LOAD_RATIO = 2
 
 
@@ -103,7 +103,7 @@ class Router:
         self._loads[worker] = _Load()
 
     def pin(self, workers: Iterable[int]) -> int:
-        """Pin the one of `workers` with the fewest reserved tokens, and return it."""
+        """Pin the worker among `workers` that has the fewest reserved tokens, and return its number."""
         assert self.pinned is None, "only one worker can be pinned"
         self.pinned = min(workers, key=lambda worker: (self._loads[worker].reserved, worker))
         return self.pinned
@@ -129,8 +129,8 @@ class Router:
         self._sort(load.jobs | self._waiting)
 
     def assign(self) -> Iterator[RoutedJob]:
-        """Assign waiting requests to workers, in order, and yield each one after setting its `worker`. A request whose home is full
-        goes on waiting for its home."""
+        """Assign waiting requests to workers, in order, and yield each request after setting its `worker`. A request whose home is
+        full goes on waiting for its home."""
         for job in list(self._waiting.values()):
             if self._worker_of is None and not any(self._has_room(load) for load in self._loads.values()):
                 return
@@ -155,11 +155,11 @@ class Router:
                 job.request = replace(job.request, session=None)
 
     def find(self, number: int) -> RoutedJob | None:
-        """The request of this number if it was sent to a worker, else None."""
+        """The request of this number. None if no worker has the request."""
         return next((load.jobs[number] for load in self._loads.values() if number in load.jobs), None)
 
     def remove(self, job: RoutedJob) -> int | None:
-        """Remove an answered or cancelled request. Returns its worker, or None if it was not sent."""
+        """Remove an answered or cancelled request. Returns its worker, or None if no worker has the request."""
         if job.worker is None:
             self._waiting.pop(job.number, None)
             return None
@@ -198,7 +198,7 @@ class Router:
                 return min((worker for worker in loads if worker != chosen), default=None)
             return chosen if self.serves(chosen) else None
         key = job.request.prefix_key
-        # A group whose home was pinned for a while has requests at two workers. The home is then the worker with most of them.
+        # A group whose home was pinned for a while has requests at two workers. The home is the worker with most of these requests.
         counts = {w: load.prefixes[key] for w, load in loads.items() if w != self.pinned and load.prefixes[key]}
         if key is not None and counts:
             home = max(counts, key=counts.__getitem__)

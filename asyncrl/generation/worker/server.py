@@ -1,7 +1,7 @@
 """The program of a generation worker. `rank` is the process that started the worker.
 
 A worker builds the model, takes the weights from the weight board (it *binds* a version), and serves requests with an engine: the
-embedded engine or vLLM (`opening.py`). Closures run on the worker's lane. The event loop only moves messages.
+embedded engine or vLLM (`opening.py`). Closures of the engine run on the lane (device thread). The event loop only moves messages.
 
     {"setup": ...}              rank -> worker    the first message
     {"stage": text}             worker -> rank    progress of the start
@@ -60,7 +60,7 @@ class Server:
         self._scopes: dict[int, anyio.CancelScope] = {}
 
     async def receive(self, tasks: TaskGroup) -> None:
-        """Receive until the rank closes the channel: start requests, cancel requests, set the version to move to."""
+        """Until the rank closes the channel: set the version to move to, start requests, cancel requests, end sessions."""
         with contextlib.suppress(EOFError):
             while True:
                 message = await self._control.receive()

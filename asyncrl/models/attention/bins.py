@@ -1,6 +1,6 @@
 """A bin: rows of similar lengths, padded to one shape. Queries, keys and values are gathered from packed tensors.
 
-The query heads of one key/value head are stacked as rows of one product, so keys and values are never repeated for each head.
+The query heads of one key/value head are stacked as rows of one matrix product, so keys and values are never repeated.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, G = H/K, D head size; R rows of L queries and C keys each.
 """
@@ -57,7 +57,7 @@ class RowBin:
         tensor.index_copy_(0, self.real_tokens, real_rows)
 
     def add(self, tensor: Tensor, part: Tensor) -> None:
-        """The adjoint of `keys_of`: adds `part` [R K, C, D] to the bin's keys in `tensor` [T, K, D]. Padding must be 0."""
+        """The adjoint of `keys_of`: adds `part` [R K, C, D] to the bin's keys in `tensor` [T, K, D]. Padded keys must be 0."""
         heads, size = tensor.shape[1:]
         rows = part.view(self.rows, heads, -1, size).transpose(1, 2).to(tensor.dtype)
         tensor.index_add_(0, self.keys, rows.reshape(-1, heads, size))

@@ -1,16 +1,15 @@
 """Attention over packed trees whose tokens are spread over ranks (`distributed.context`; DeepSpeed Ulysses, arXiv:2309.14509).
 
 n ranks, called siblings, share each microbatch: sibling r holds the tokens r, r + n, r + 2n, ... An attention head needs all
-tokens. So an all-to-all gives each sibling all tokens of some heads, `TreePlan` attends, and a second one reverses the first:
+tokens. So an all-to-all gives each sibling all tokens of some heads, `TreePlan` attends, and another all-to-all reverses the first:
 
     q k v  [t, H or K, D]  ->  [T, h or k, D]  -> attention of r's heads    ->  [T, h, D]  ->  [t, H, D]
 
 Backward exchanges the inputs again, because saving them in both layouts would double the saved memory.
 Each sibling needs the key/value heads of its query heads. If n does not divide K, every key/value head is sent lcm(K, n)/K
-times, so that each sibling gets k of them.
+times, so that each sibling gets k key/value heads.
 
-Shape legend: n siblings, T packed tokens and padding, t = T/n, H query heads, h = H/n, K key/value heads, k = lcm(K, n)/n,
-D head size.
+Shape legend: n siblings, T tokens with padding, t = T/n, H query heads, h = H/n, K key/value heads, k = lcm(K, n)/n, D head size.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class ContextPlan(TreePlan):
         """The all-to-all of each part: [t, n x, D] -> [T, x, D] if `rows` is T, and [T, x, D] -> [t, n x, D] if `rows` is t."""
         siblings = self._siblings.world_size
         share, size = self.tokens // siblings, parts[0].shape[2]
-        # Token i belongs to sibling i % n, so both layouts are [t, n, x, D].
+        # Token i belongs to sibling i % n. So in the view [t, n, x, D] of either layout, the second dimension is the receiver.
         by_rank = [part.reshape(share, siblings, -1, size).transpose(0, 1) for part in parts]
         received = self._siblings.all_to_all(torch.cat(by_rank, 2))
         widths = [part.shape[2] for part in by_rank]

@@ -2,12 +2,12 @@
 
     s = scaling q k'      with a cap: s = cap tanh(s / cap)      w = softmax([s of visible keys; sink])      out = w v
 
-A sink is one more column of scores without a value. The gradient of the sink is the gradient of that column.
+A sink is a further column of scores. No row of v belongs to the column. The gradient of the sink is the gradient of the column.
 
 A row consists of a context, which several rows may share, and of the row's own tokens. The queries of the own tokens are cut into
 blocks. A block reads only the keys that its queries can see, so the time is linear in the window. Backward computes the scores
-again. Scores and their softmax are computed in float32, or in float64 for float64 inputs. The other products have the dtype of the
-inputs.
+again. Scores and their softmax are computed in float32, or in float64 for float64 inputs. All other matrix products have the
+dtype of the inputs.
 
 Shape legend: T packed tokens, H query heads, K key/value heads, G = H/K, D head size. A bin has R blocks of L queries and C
 keys each.
@@ -26,13 +26,14 @@ from ..copying import to_device
 from .bins import RowBin, index_tensor
 from .rows import NodeRow
 
-# Bounds for the queries of a block, except a row's last. In a large block each query gets many scores of keys that it cannot see.
+# Bounds for the number of queries in a block. The last block of a row may have fewer queries. The larger the block, the more scores
+# are of keys that the query cannot see.
 _MAX_QUERIES = 128
 _MIN_QUERIES = 16
-_BLOCK_BYTES = 16 << 20  # float32 scores of a block of over `_MIN_QUERIES` queries
-# Limit of the float32 scores of a bin of several blocks: about the size of the cores' caches.
+# Byte limits (CPU cache sizes) of float32 scores: in a block of more than `_MIN_QUERIES` queries, and in a bin of several blocks.
+_BLOCK_BYTES = 16 << 20
 _BIN_BYTES = 4 << 20
-_MAX_PADDED_PER_REAL = 1.25  # scores of a bin with padding, per score without
+_MAX_PADDED_PER_REAL = 1.25  # scores of a bin with padding / scores without padding
 # `_BIN_BYTES` and `_MAX_PADDED_PER_REAL` on a GPU, where the fifty launches of a bin cost more than its padding.
 _GPU_BIN_LIMITS = 128 << 20, 2.0
 
@@ -59,7 +60,7 @@ class QueryBlock:
 
 @dataclass(frozen=True, slots=True)
 class _LazyBin:
-    """A bin of blocks. `build` computes its key indices at each use: those of all bins would need more memory than the inputs."""
+    """A bin of blocks. `build` computes the key indices at each use: stored for all bins, they would be larger than the inputs."""
 
     # [6, R, 1] int64. Of each block: place and length of the row's context in `contexts`, start of the own tokens, low, first, end.
     members: Tensor
@@ -67,7 +68,7 @@ class _LazyBin:
     contexts: Tensor
     length: int  # L
     width: int  # C
-    queries: Tensor  # and the next three: as in `RowBin`
+    queries: Tensor  # this field and the next three: as in `RowBin`
     padding: Tensor
     real: Tensor
     real_tokens: Tensor
@@ -166,7 +167,7 @@ def attend_seen(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """`q` [R K, L G, D], `k` and `v` [R K, C, D], `seen` bool [R, L, C], `sinks` [H] -> [R K, L G, D]. Each query must see at
-    least one key. Has no gradient."""
+    least one key. Autograd cannot differentiate this function."""
     weights, _ = _weights(q, k, seen, scaling, softcap, sinks)
     if sinks is not None:
         weights = weights[..., :-1]
@@ -209,7 +210,7 @@ def cut(context: int, length: int, window: int | None, heads: int, row: int = 0)
 
 
 def _group_into_bins(blocks: list[QueryBlock], heads: int, device: torch.device) -> list[list[QueryBlock]]:
-    """Sorts blocks by size. A block starts a new bin if the last bin would exceed one of the two limits of the device."""
+    """Sorts blocks by size. A block starts a new bin if the last bin with this block would exceed a limit of the device."""
     max_bytes, max_padded = (_BIN_BYTES, _MAX_PADDED_PER_REAL) if device.type == "cpu" else _GPU_BIN_LIMITS
     bins: list[list[QueryBlock]] = []
     bin_scores = bin_length = 0

@@ -1,7 +1,7 @@
 """Registers asyncrl's attention and its mask with transformers, so that the attention layers of a model call `AttentionPlan`s.
 
-A forward of the model carries an `AttentionPlan` in its keyword arguments. Every attention layer passes queries and keys (rotated)
-and values to `plan.attend(...)`. Only the plan knows the layout of the tokens: packed trees, or a decode batch over a cache.
+A forward of the model carries an `AttentionPlan` in its keyword arguments. Every attention layer passes rotated queries, rotated
+keys, and values to `plan.attend(...)`. Only the plan knows the layout of the tokens: packed trees, or a decode batch over a cache.
 
 A layer may compute more than `softmax(q k' scaling) v`. The additions arrive as `AttentionTerms`. The window comes from the mask
 that the model requests: asyncrl's mask function returns a `SeenTokens`, not a tensor. The other terms are keyword arguments. The
@@ -146,7 +146,7 @@ def register() -> None:
     """Registers asyncrl's attention and mask with transformers, and turns cuDNN's attention off. Idempotent.
 
     torch prefers cuDNN's attention on Hopper cards. Its masked backward gives NaN if the key length is 64 mod 128 and activations
-    are large (pytorch#196678). cuDNN also builds a plan for each new shape, and each decode step has a new shape: 36 ms on an H200.
+    are large (pytorch#196678). cuDNN also builds a plan for each new shape (36 ms on an H200). Each decode step has a new shape.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -5,10 +5,10 @@ A kernel reads packed queries [Q, H, D], packed keys and values [C, K, D], and t
 compares this kernel with products in float64, because the comparison of whole models (runtime/gate.py) runs in float32, without the
 kernel. `CpuKernel` is for training and prefill on a CPU.
 
-In the first call of a layer without a window each token attends to its own node of the packed tree (tree.py). Then each level of
-inner nodes (on a CPU each inner node) takes one call, in which the descendants of every node of the level attend to that node. The
-descendants of a node are adjacent, and nodes of a level share none. The log-sum-exps weigh the outputs of the calls. Backward gives
-the final output and log-sum-exp to all calls, which makes all gradients exact, as in ring attention (Liu et al., arXiv:2310.01889).
+A layer without a window takes several calls. First each token attends to its own node of the packed tree (tree.py). Then each level
+of inner nodes (on a CPU each inner node) takes one call: the descendants of each node of the level attend to that node. Descendants
+of a node are adjacent. Nodes of a level share no descendant. The log-sum-exps weigh the outputs of the calls. Backward gives all
+calls the final output and log-sum-exp. So all gradients are exact, as in ring attention (Liu et al., arXiv:2310.01889).
 
 A layer with a window takes one call. The keys of a row are its own tokens and the last `window - 1` tokens of its context.
 Gradients of keys that several rows share are summed in float32.
@@ -36,7 +36,8 @@ from .rows import NodeRow
 
 logger = logging.getLogger("asyncrl.models")
 
-# Accepted error of a kernel, as a share of the largest entry. bfloat16 rounds to 0.004, and rounds gradients of keys twice.
+# Accepted error of a kernel, as a share of the largest entry. Rounding to bfloat16 has a relative error of up to 0.004.
+# Gradients of keys are rounded twice.
 _TOLERANCE = 0.02
 _MAX_HEAD_SIZE = 256
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -44,10 +45,10 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 class Ends(NamedTuple):
-    """Cumulative lengths of packed rows from 0 on (`cached` keys: starts), and the longest. `ends`: int32 [N + 1] on the device."""
+    """Cumulative lengths of packed rows from 0 on. For the keys of `FlashKernel.cached`: the index of each row's first key."""
 
-    ends: Tensor
-    longest: int
+    ends: Tensor  # int32 [N + 1], on the device
+    longest: int  # the largest length of a row
 
 
 class RaggedRows(NamedTuple):
@@ -102,7 +103,7 @@ def _keys_before(window: int | None) -> int | None:
 
 class CpuKernel:
     """torch's FlashAttention for CPUs, called once for each row. See `FlashKernel`. Has no windows. 16-bit types are computed in
-    float32, and results stay float32: the backward in bfloat16 has a fifth of the rate in float32."""
+    float32, and results stay float32: backward takes five times as long in bfloat16 as in float32."""
 
     def forward(self, qkv: Sequence[Tensor], rows: RaggedRows, scaling: float) -> tuple[Tensor, Tensor]:
         query, key, value = map(_wide, qkv)

@@ -1,7 +1,7 @@
 """Attention over packed trees by batched matrix products. A padded row holds the context of a node and the node's own tokens.
 
-The scores of a short row (hundreds of tokens, as in most training) fit the cache. Then two products and one softmax are faster
-than torch's flash kernel on a CPU, most of all in bfloat16. Rows of similar lengths share a bin if its scores fit the cache.
+The scores of a short row (hundreds of tokens, as in most training) fit a CPU's cache. Then two products and one softmax are faster
+than torch's flash kernel on a CPU, most of all in bfloat16. Rows of similar lengths share a bin if the bin's scores fit the cache.
 
 Scores (q k') and softmax are computed in float32, or float64 for float64 inputs. The other products have the dtype of the inputs.
 
@@ -25,18 +25,18 @@ from .bins import RowBin, index_tensor
 
 # Limit of the float32 scores of a bin of several rows: about the size of the cores' caches.
 _BIN_BYTES = 4 << 20
-_MAX_PADDED_PER_REAL = 1.25  # scores of a bin with padding, per score without
-# Limit of the mean number of keys per query, as a multiple of the longest row that fits without a context. Only a tree of more than
-# two levels can exceed the limit, with many short rows that have long contexts.
+_MAX_PADDED_PER_REAL = 1.25  # scores of a bin with padding / scores without padding
+# Limit of the mean number of keys per query, as a multiple of the length of the longest row that fits without a context. Only a
+# tree of more than two levels can exceed the limit, with many short rows that have long contexts.
 _MAX_MEAN_KEYS = 1.62
 
 
 class NodeRow(NamedTuple):
-    """The path from a root to one node of a packed tree: the node's own tokens, and a context, the tokens of its ancestors."""
+    """The path from a root to one node of a packed tree: a context (the tokens of the ancestors) and the node's own tokens."""
 
     # Packed indices of the ancestors' tokens, in order; may be empty. Rows of siblings share one array.
     context: Int64Array
-    start: int  # packed index of the first of the adjacent own tokens
+    start: int  # packed index of the first own token; the others follow
     length: int  # number of own tokens
 
     @property
@@ -52,22 +52,22 @@ class NodeRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoreBin(RowBin):
-    mask: Tensor  # [R, 1, L, 1, C] 0, or -inf: the query does not see the key
-    contexts: Tensor  # [R] context tokens of each row
-    lengths: Tensor  # [R] own tokens of each row
+    mask: Tensor  # [R, 1, L, 1, C]: 0, or -inf where a key is not seen
+    contexts: Tensor  # [R] number of context tokens of each row
+    lengths: Tensor  # [R] number of own tokens of each row
 
 
 def row_bytes(itemsize: int) -> int:
     """Limit of the float32 scores of a row for `RowAttention`, in bytes. `itemsize`: bytes of an element of the queries.
 
-    Longer rows are faster with torch's flash kernel, which stores no scores. For 16-bit types its backward is slow, so the limit is
-    higher."""
+    Longer rows are faster with torch's flash kernel, which stores no scores. For 16-bit types the backward of the flash kernel is
+    slow, so the limit is higher."""
     return (32 if itemsize < 4 else 4) << 20
 
 
 def fits(rows: list[NodeRow], heads: int, itemsize: int) -> bool:
-    """Whether all rows are short enough for `RowAttention`, and queries see few enough keys on average that all attention weights
-    can be kept for backward. `itemsize`: bytes of an element of the queries."""
+    """Whether `RowAttention` can compute these rows. Each row must be short enough. Queries must see few keys on average, because
+    all attention weights are kept for backward. `itemsize`: bytes of an element of the queries."""
     scores, limit = [row.length * row.total for row in rows], row_bytes(itemsize) / (4 * heads)
     return max(scores) <= limit and sum(scores) <= _MAX_MEAN_KEYS * limit**0.5 * sum(row.length for row in rows)
 

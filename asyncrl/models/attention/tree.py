@@ -1,14 +1,14 @@
 """Attention over packed trees of any depth. Tokens that several sequences share are stored once, in an inner node.
 
-A token attends to its node up to itself, and to all tokens of the node's ancestors. A layer without terms (see below) uses:
+A token attends to the tokens of its node up to itself, and to all tokens of the node's ancestors. A layer without terms (below):
 * CPU, short rows: `RowAttention` (rows.py).
 * CPU, longer rows: `RaggedTree` (ragged.py), with one call of torch's flash kernel per node, and a second call per inner node.
-* GPU: `RaggedTree`, with one call for all nodes and one call for each level of inner nodes.
-* GPU without this kernel (such as float32): `PaddedRows`, one masked `scaled_dot_product_attention`. For trees of more than two
-  levels, whose padded rows could need too much memory, `GeneralAttention` (general.py).
+* GPU with a flash kernel: `RaggedTree`, with one call for all nodes and one call for each level of inner nodes.
+* GPU without a flash kernel (float32, for example): `PaddedRows`, one masked `scaled_dot_product_attention`. For trees of more than
+  two levels: `GeneralAttention` (general.py), because padded rows could need too much memory.
 
-A layer with terms (a window shorter than some row, capped scores, sinks) uses `GeneralAttention`, or on a GPU `RaggedWindow` if a
-window is its only term and the kernel exists. Indices are computed once per microbatch.
+A layer with terms (a window shorter than some row, capped scores, sinks) uses `GeneralAttention`. On a GPU with a flash kernel, a
+layer with a window as its only term uses `RaggedWindow`. Indices are computed once per microbatch.
 
 Shape legend: T packed tokens, H query heads, K key/value heads (H a multiple of K), D head size, R rows, Q and C padded
 query and key lengths.
@@ -60,7 +60,7 @@ class PaddedRows:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> [T, H, D]. Differentiable."""
         rows, _, longest, _ = self._mask.shape
-        # Queries are copied into zeros. A gather that repeats real tokens as padding would add gradients of padding to theirs.
+        # Queries are copied into zeros. Padding gathered from real tokens would add its gradients to those of the real tokens.
         zeros = query.new_zeros(rows * longest, *query.shape[1:])
         queries = zeros.index_copy(0, self._query_target, query).view(rows, longest, *query.shape[1:]).transpose(1, 2)
         # Keys are repeated for each query head: torch's masked kernels for grouped heads write all scores to memory.
@@ -97,8 +97,8 @@ _Implementation: TypeAlias = RowAttention | RaggedTree | RaggedWindow | PaddedRo
 
 
 class TreePlan(AttentionPlan):
-    """The nodes of one packed microbatch, in depth-first preorder. The tokens of each node follow directly after those of the
-    previous node, so the tokens of a node and of its descendants are adjacent. `node_parent`: -1 for a root; None: all are roots.
+    """The nodes of one packed microbatch, in depth-first preorder. The tokens of a node directly follow those of the previous node,
+    so a node and its descendants are one slice. `node_parent`: index of the parent, -1 for a root; None: all nodes are roots.
 
     Errors: ValueError if a parent is neither -1, nor the previous node, nor an ancestor of the previous node.
     """
@@ -129,7 +129,7 @@ class TreePlan(AttentionPlan):
             depths.append(depths[parent] + (lengths[parent] > 0) if parent >= 0 else 0)
             if lengths[node]:
                 self.rows.append(NodeRow(contexts[parent], starts[node], lengths[node]))
-        # For each level, roots first: (packed indices of the descendants, packed indices of the own tokens) of each inner node.
+        # For each level, roots first: (packed indices of the descendants, packed indices of the node's tokens) of each inner node.
         self.levels = [levels[depth] for depth in sorted(levels)]
         self.longest = max((row.total for row in self.rows), default=0)
         # Key: window, whether there are other terms, (heads, head size), dtype, device.
@@ -137,7 +137,6 @@ class TreePlan(AttentionPlan):
 
     @classmethod
     def of(cls, batch: Microbatch) -> TreePlan:
-        """The plan for the nodes of `batch`."""
         return cls(batch.node_length, batch.node_parent)
 
     def sequences(self) -> list[Int64Array]:
@@ -207,7 +206,7 @@ class TreePlan(AttentionPlan):
         if terms.empty and device.type == "cpu":
             if fits(self.rows, heads, dtype.itemsize):
                 return RowAttention(self.rows, heads, torch.promote_types(dtype, torch.float32))
-            # A call for each inner node: its descendants are one slice, and nothing is gathered.
+            # One kernel call for each inner node. The descendants of one node are one slice, so nothing is gathered.
             return RaggedTree(CpuKernel(), self.rows, [[pair] for level in self.levels for pair in level], device)
         if terms.empty and len(self.levels) < 2:
             return PaddedRows(self.rows, device)

@@ -3,11 +3,11 @@
     x -> (norm) -> [q k v] -> (q/k norm) -> rotary -> attention plan -> o -> (norm) -> add x = middle
     middle -> (norm) -> [gate up] -> silu or gelu of gate, times up -> down -> (norm) -> add middle
 
-Brackets: weights that are used as one matrix. Parentheses: norms that only some models have. Experts replace [gate up] to down.
-A layer is one autograd node, where transformers' forward records some thirty. The node saves the inputs of the attention half and
-of the MLP half, q/k/v, the output of attention and gate/up; with checkpointing it saves only its input. Its backward computes cheap
-values again, and adds weight gradients directly to the flat buffer. In a layer with experts the node ends with the norm before the
-experts, and autograd records the experts. Sampling and training run the same code.
+Brackets: weights that are used as one matrix. Parentheses: norms that only some models have. Some layers have experts instead of
+the MLP ([gate up] to down). A layer is one autograd node; transformers' forward records about thirty. The node saves the inputs of
+the attention half and of the MLP half, q/k/v, the output of attention and gate/up; with checkpointing it saves only its input. Its
+backward computes cheap values again, and adds weight gradients directly to the flat buffer. In a layer with experts the node ends
+with the norm before the experts, and autograd records the experts. Sampling and training run the same code.
 
 `FusedDecoder.try_build` accepts a model only if layers.py knows all parts of its layers, and if each fused layer reproduces a
 recorded call of the model's own layer (tracing.py). Modules, weights and parameter names are not changed.
@@ -47,7 +47,7 @@ class _Saved(NamedTuple):
     middle: Tensor  # [T, E], residual stream after the attention half
     raw_query: Tensor | None  # [T * H, D] or [T, H D], q before its norm
     raw_key: Tensor | None
-    attention_branch: Tensor | None  # [T, E], output of `out` before its norm
+    attention_branch: Tensor | None  # [T, E], output of `Layer.out`, before its norm
     gate_up: Tensor | None = None  # [T, 2F]; None: only the attention half was computed
     mlp_branch: Tensor | None = None  # [T, E], output of the MLP before its norm
 
@@ -64,7 +64,7 @@ class FusedDecoder:
         self.rotations = list(dict.fromkeys(layer.rotation for layer in layers))
         self.scratch = Scratch()
         self.checkpointing = False
-        # `PolicyModel` sets this. None: the model has no routers that can replay.
+        # `PolicyModel` sets this. None: no router of the model can replay recorded choices.
         self.routing: Routing | None = None
 
     @classmethod
@@ -136,7 +136,7 @@ class FusedDecoder:
         return self._add_experts(layer, middle, normed, plan)
 
     def _add_experts(self, layer: Layer, middle: Tensor, normed: Tensor, plan: AttentionPlan) -> Tensor:
-        """`middle` [T, E] plus the output of the experts for `normed` [T, E], in a new tensor: experts may return their input."""
+        """`middle` [T, E] plus the experts' output for `normed` [T, E]. Not in place, because experts may return their input."""
         experts = cast(nn.Module, layer.mlp)
         if self.routing is None:
             output = experts(normed.unsqueeze(0))
@@ -229,7 +229,7 @@ class FusedDecoder:
     def attend_backward(
         self, layer: Layer, x: Tensor, saved: _Saved, grad_middle: Tensor, plan: TreePlan, rotation: Rotation
     ) -> Tensor:
-        """Backward of `attend`. Overwrites `grad_middle`, which must be contiguous, with the gradient of `x`, and returns it."""
+        """Backward of `attend`. Overwrites contiguous `grad_middle` with the gradient of `x`, and returns `grad_middle`."""
         scratch, tokens = self.scratch, x.shape[0]
         grad_branch = self._branch_gradient(layer, layer.attention_output_norm, grad_middle, saved.attention_branch)
         flat = saved.attended.view(tokens, -1)

@@ -1,8 +1,8 @@
 """The fused decoder's description of a layer (`Layer`), and how it is read from transformers' modules.
 
-`read_layer` finds the parts by their names. It returns None unless it knows every module, parameter and setting outside of experts.
-The names prove nothing, so `tracing.matches` compares the result with a recorded call of the layer, and the gate (runtime/gate.py)
-compares the whole model.
+`read_layer` finds the parts by their names. It returns None if a module, parameter or setting outside of experts is unknown.
+The names prove nothing, so `tracing.matches` compares the fused layer with a recorded call of the model's layer, and the gate
+(runtime/gate.py) compares the whole model.
 
     parts              families of models
     two norms          before attention and before the MLP: Llama, Qwen, Mistral, Granite, SmolLM3, Phi-3, Gemma;
@@ -34,7 +34,7 @@ from ..parameters.lora import AdaptedLinear
 from ..parameters.packed import JoinedLinear
 
 # Settings that the modules of a layer may have. Each setting is read below, or has no effect of its own (a size, a name), or is an
-# argument of attention, which a recorded call shows. A layer with an unknown setting may compute something else.
+# argument of attention, which a recorded call shows. A layer with an unknown setting may compute another function.
 _KNOWN_SETTINGS = {
     "block": {"config", "hidden_size", "layer_idx", "residual_multiplier", "gradient_checkpointing"},
     "attention": {
@@ -61,7 +61,7 @@ class Norm:
     weight: nn.Parameter
     eps: float
     offset: float
-    gradient: Tensor | None  # view of the flat gradient; None if there is none
+    gradient: Tensor | None  # view of the flat gradient; None: no gradient buffer
 
     def __call__(self, x_NE: Tensor, out_NE: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns (result, scale). The result is in `out_NE` or in a new tensor. `scale`, for `backward`, may be None."""
@@ -184,8 +184,8 @@ class _Parts(NamedTuple):
     out: Any
     mlp: _MlpParts | nn.Module
     norms: list[Any]  # in the order of _NORM_NAMES, None if absent
-    head_norms: list[Any]  # empty, or of queries and of keys
-    containers: list[nn.Module]  # modules without parameters of their own, except sinks
+    head_norms: list[Any]  # empty, or the norms of queries and of keys
+    containers: list[nn.Module]  # modules whose own parameters, if any, are sinks
 
     def with_parameters(self) -> list[Any]:
         """All modules that may have parameters, except experts."""
@@ -288,13 +288,13 @@ def _activations(mlp: nn.Module) -> list[Any]:
 
 
 def _are_linear(*products: list[Any]) -> bool:
-    """Whether all modules are linear layers, perhaps with adapters, and the modules of one product all have a bias or all none."""
+    """Whether all modules are linear layers, perhaps with adapters, and in each product either all modules or none have a bias."""
     linear = all(type(part) in (nn.Linear, AdaptedLinear) for joined in products for part in joined)
     return linear and all(len({part.bias is None for part in joined}) == 1 for joined in products)
 
 
 def _knows_settings(block: nn.Module) -> bool:
-    """Whether the layer's modules have only `_KNOWN_SETTINGS`, and no dropout. Experts may have any: their own code runs."""
+    """Whether a layer's modules have only `_KNOWN_SETTINGS`, and no dropout. Experts may have any setting: their own code runs."""
     modules = {"block": block, "attention": block.self_attn} | ({"mlp": block.mlp} if experts_of(block) is None else {})
     return all(
         not value if name.endswith("dropout") else name in _KNOWN_SETTINGS[kind]
@@ -309,7 +309,7 @@ def _present(module: nn.Module, *names: str) -> list[Any]:
 
 
 def _find_norms(block: nn.Module, names: tuple[str | None, ...]) -> list[Any] | None:
-    """The norms with these names, or None if one is missing or the layer has more norms."""
+    """The norms with these names. None if a norm is missing, or if the layer has more norms."""
     norms = [None if name is None else getattr(block, name, None) for name in names]
     present = {id(part) for part in block.children() if isinstance(part, FusedRMSNorm)}
     complete = len(present) == 4 - names.count(None) and present == {id(norm) for norm in norms if norm is not None}
@@ -317,7 +317,7 @@ def _find_norms(block: nn.Module, names: tuple[str | None, ...]) -> list[Any] | 
 
 
 def _accounts_for(block: nn.Module, parts: _Parts, sinks: Tensor | None, index: dict[int, int]) -> bool:
-    """Whether `parts` and `sinks` have all the layer's parameters and modules with an effect, and only experts have buffers."""
+    """Whether `parts` and `sinks` cover each parameter, and each module with an effect, and whether only experts have buffers."""
     experts = parts.mlp if isinstance(parts.mlp, nn.Module) else nn.Module()
     known = (*parts.containers, *parts.with_parameters(), *experts.modules(), *filter(_has_no_effect, block.modules()))
     parameters = {id(parameter) for part in (*parts.with_parameters(), experts) for parameter in part.parameters()}
@@ -353,7 +353,7 @@ def _head_sizes(attention: Any, parts: _Parts) -> tuple[int, int, int] | None:
 
 @torch.no_grad()
 def _activation(module: Any) -> str | None:
-    """The name in `kernels.ACTIVATIONS` of the function that the module computes. None if the values match none."""
+    """The name in `kernels.ACTIVATIONS` of the function that the module computes. None for another function."""
     if not isinstance(module, nn.Module) or any(True for _ in (*module.parameters(), *module.buffers())):
         return None
     x = torch.linspace(-8.0, 8.0, 257, dtype=torch.float64)

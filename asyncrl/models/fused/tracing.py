@@ -58,7 +58,7 @@ class _ZeroAttention(AttentionPlan):
 
 @torch.no_grad()
 def trace(module: PreTrainedModel) -> DecoderCalls | None:
-    """Records one forward of the decoder. None if the forward fails or has more than embedding, a chain of layers and norm."""
+    """Records one forward of the decoder. None if the forward fails, or does more than embedding, chain of layers and norm."""
     decoder: Any = decoder_of(module)
     embedding: Any = module.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):
@@ -146,7 +146,7 @@ def _layer_call(
 
 @torch.no_grad()
 def matches(layer: Layer, call: LayerCall, rotation: Rotation, compute: Compute) -> bool:
-    """Whether `layer` computes the recorded queries, keys and output, equal in half of the digits of the model's dtype.
+    """Whether `layer` computes the recorded queries, keys and output, up to a relative error of sqrt(eps) of the model's dtype.
     `compute(layer, x [T, E], plan, rotation) -> [T, E]` runs the layer. Output errors are relative to output minus input."""
     x, expected, attention = call.x[0], call.out[0], _ZeroAttention()
     if rotation.cos is not None and 2 * rotation.cos.shape[1] > layer.head_size:

@@ -1,14 +1,14 @@
-"""Log-probs and gradients from the head's logits by Triton kernels of Liger. They need `liger-kernel` and logits on a GPU.
+"""Log-probs and gradients from the head's logits by Triton kernels of Liger. The kernels need `liger-kernel` and logits on a GPU.
 
-The two kernels of Liger's GRPO loss over full logits (liger_kernel.ops.grpo_loss) are launched with settings whose loss is the
-log-prob: loss type VESPO, sequence weight 1, advantage -1, no KL, no correction. The backward kernel multiplies by the gradient of
-the caller's loss with respect to the log-prob, so the caller can use any loss of log-probs.
+The two kernels of Liger's GRPO loss over full logits (liger_kernel.ops.grpo_loss) are launched with settings under which the loss
+equals the log-prob: loss type VESPO, sequence weight 1, advantage -1, no KL, no correction. The backward kernel multiplies by the
+gradient of the caller's loss with respect to the log-prob, so the caller can use any loss of log-probs.
 
     forward     one read of the logits: log-prob and log-sum-exp (lse) of each token
     backward    one read and one write, in place: the gradient of the logits
 
 Liger has no kernel for the entropy, so `triton_kernels.py` has two: the entropy (one read), and the gradient of a loss with an
-entropy bonus (one read, one write). All kernels compute in float32 and read logits of any dtype.
+entropy bonus (one read, one write). All kernels compute in float32. Logits are float32 or bfloat16.
 
 The temperature is a constant in Liger's compiled code, so each new temperature takes a compilation of about a second. After
 `MAX_TEMPERATURES` temperatures, torch computes the batches with other temperatures.
@@ -32,10 +32,10 @@ from .logprobs import Columns, HeadKernel, HeadPasses, TorchPasses
 from .output import NO_TRANSFORM, HeadTransform
 
 MAX_TEMPERATURES = 8
-_MAX_ROWS = 65_535  # CUDA's limit of the second axis of a grid
+_MAX_ROWS = 65_535  # CUDA's limit for the second axis of a grid
 # The old default of Triton. Newer versions of Triton warn if the option is not given.
 _FUSION = {"enable_fp_fusion": True}
-# Liger launches its kernels with these options.
+# Liger launches its forward and its backward with the options of the first two lines.
 _FORWARD_OPTIONS = {"BLOCK_N": 2048, "num_stages": 2, "num_warps": 1, **_FUSION}
 _BACKWARD_OPTIONS = {"BLOCK_N": 4096, "num_stages": 1, "num_warps": 16, **_FUSION}
 _ENTROPY_OPTIONS = {"BLOCK_N": 4096, "num_warps": 8, **_FUSION}
@@ -47,9 +47,8 @@ def choose_head_kernel(
     kind: str, device: torch.device, dtype: torch.dtype, vocabulary: int, transform: HeadTransform = NO_TRANSFORM
 ) -> HeadKernel | None:
     """The kernel for `kind`, the setting `model.head_kernel` (auto, liger or torch). None: use `logprobs.default_passes`.
-
-    The kernels do not compute a soft cap. A scale of the logits is passed to the kernels as a temperature. A bias of the head is
-    already in the logits. Errors: ConfigError if `kind` is liger and Liger cannot be used."""
+    A scale of the logits is passed to the kernels as a temperature. A bias of the head is already in the logits.
+    Errors: ConfigError if `kind` is liger and Liger cannot be used."""
     reason = _missing_requirement(device, dtype)
     if reason is None and transform.softcap is not None:
         reason = f"the model soft-caps its logits (at {transform.softcap:g}), and Liger's kernels compute no soft cap"
@@ -89,7 +88,7 @@ def _missing_requirement(device: torch.device, dtype: torch.dtype) -> str | None
 
 
 def disagreement(kernel: HeadKernel, device: torch.device, dtype: torch.dtype, vocabulary: int) -> str | None:
-    """Says which result of `kernel` differs from torch's. None: none. Liger's kernels are private, so any version may differ."""
+    """Says which result of `kernel` differs from torch's. None: all agree. Any version of Liger may change its private kernels."""
     rows = 4
     angles = torch.arange(rows * vocabulary, dtype=torch.float32, device=device).mul_(0.7)
     logits = angles.sin_().mul_(6).view(rows, vocabulary).to(dtype)

@@ -2,13 +2,13 @@
 
 Forward computes the logits in chunks of rows, and then log-prob, log-sum-exp and entropy of each row. Backward overwrites the
 logits of a chunk with their gradient. If the batch has at most `KEEP_LOGITS` logits, forward keeps all logits for backward.
-Otherwise backward computes them again, and memory holds the logits of one chunk [chunk, V], however large S is.
+For a larger batch backward computes them again, and memory holds the logits of one chunk [chunk, V], however large S is.
 
     z = logits / temperature,   logp = z[target] - lse(z),   p = softmax(z),   entropy = -sum p log p
     d logp / d z = onehot - p,   d entropy / d z = -p (log p + entropy)
 
-Matrix products, and so the logits, have the dtype of the weight. All else is computed in float32 (float64 for float64 weights). A
-scale of logits without a soft cap is merged with the temperature. Liger's kernels (liger.py) may replace `default_passes`.
+Matrix products, and so the logits, have the dtype of the weight. All else is computed in float32 (float64 for float64 weights). If
+logits have a scale and no soft cap, the temperature includes the scale. Liger's kernels (liger.py) may replace `default_passes`.
 
 Shape legend: S scored tokens, E hidden size, V vocabulary, R rows of a chunk or block.
 """
@@ -28,18 +28,19 @@ from .output import NO_TRANSFORM, HeadTransform
 
 # Rows of a chunk. Each chunk adds to the whole weight gradient, so small chunks are slow.
 CHUNK_ROWS = 512
-# 2,048 tokens of a microbatch times the vocabulary of a small model.
+# The most logits that forward keeps for backward: 2,048 tokens of a microbatch times the vocabulary of a small model.
 KEEP_LOGITS = 2048 * 49_152
 # Rows of one forward product on a CPU. In float32, products of 64 rows took a tenth more time than products of 256 rows.
 _CPU_PRODUCT_ROWS = 256
-# Limits of the rows of a block of `TorchPasses`: on a CPU, and of soft-capped logits. Each row needs two rows of scratch.
+# The most rows of a block of `TorchPasses`: on a CPU, and for soft-capped logits. Each row needs two rows of scratch.
 _CPU_BLOCK_ROWS = 16
 _CAPPED_ROWS = 128
 
 
 class SpareMemory:
     """Reuses the memory of logits from one forward to the next, because the first write to new pages is slow. A forward that keeps
-    its logits takes the memory, and its backward puts it back. A second forward before this backward gets new memory."""
+    its logits takes the memory until its backward ends. Until then a second forward gets new memory. A backward without kept logits
+    takes the memory for its chunks."""
 
     def __init__(self) -> None:
         self._bytes: Tensor | None = None
@@ -130,7 +131,7 @@ def token_logprobs(
     bias_grad: [V], the same for the gradient of the bias.
     keep_logits: if the batch has at most this number of logits, forward keeps them for backward, in memory of `spare`.
     project: a faster `hidden @ weight.T + bias`. chunk: the number of rows of a chunk.
-    kernel: replaces default passes, except for soft-capped logits. Reads temperature_S on the host, which waits for a GPU tensor.
+    kernel: replaces `default_passes`, except for soft-capped logits. Needs temperature_S on the host: copying a GPU tensor blocks.
     """
     target_S = target_S.to(torch.int64).contiguous()
     keep = torch.is_grad_enabled() and target_S.numel() * weight_VE.shape[0] <= keep_logits

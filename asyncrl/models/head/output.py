@@ -3,9 +3,9 @@
     z = h W' + b,   logits = scale z,   or, with a soft cap (Gemma 2, arXiv:2408.00118, section 2),
     logits = softcap tanh(scale z / softcap)
 
-The keys of a configuration are not proof. `logits_scaling` divides the logits in Granite, multiplies the logits in HyperCLOVA X,
-and divides the hidden states in MiniCPM3. Other models have such a key and never read it. So the keys give candidates, and one
-forward over a few tokens tests them. A hook replaces the output of the head by test values, which are large enough to show every
+A configuration's keys prove nothing. `logits_scaling` divides the logits in Granite, multiplies the logits in HyperCLOVA X, and
+divides the hidden states in MiniCPM3. Other models have such a key and never read it. So the keys give candidates, which one
+forward over a few tokens tests. A hook replaces the output of the head by test values, which are large enough to show every
 scale and soft cap. The first candidate that explains the logits is used. A model that no candidate explains is refused.
 
 Shape legend: L tokens, V vocabulary.
@@ -31,7 +31,7 @@ from ..attention.tree import TreePlan
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _TOKENS = 3
-# tanh's argument at the largest test value, for the largest softcap / min(scale, 1). More does not separate caps in float32.
+# Largest test value = this * the largest softcap / min(scale, 1). tanh is near 1 there. A larger factor separates caps no better.
 _LARGEST_ARGUMENT = 3.0
 
 
@@ -59,8 +59,8 @@ NO_TRANSFORM = HeadTransform()
 
 
 def head_transform(module: PreTrainedModel, device: torch.device | None = None) -> HeadTransform:
-    """The transform that the forward of `module` applies, found on `device` (None: that of the weights) in float32 or wider. Leaves
-    the module in eval mode. Errors: ConfigError for a model without decoder or linear head, if its forward fails, or if no
+    """The transform that the forward of `module` applies, found in float32 or wider on `device`; None: the device of the weights.
+    Leaves the module in eval mode. Errors: ConfigError if the model lacks a decoder or linear head, if its forward fails, or if no
     candidate explains the logits."""
     layers = list(dict.fromkeys(_layers(module)))
     try:
@@ -84,8 +84,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 def _wide_weights(module: nn.Module, device: torch.device | None, layers: list[nn.Module]) -> Iterator[None]:
     """Inside the context, weights are float32 or wider, and on `device`. Weights of `layers` are widened and moved only
     while their layer runs, because all weights in float32 may need too much memory."""
-    # (parameter, loaded tensor) of all weights that are widened or moved now
-    changed: list[tuple[nn.Parameter, Tensor]] = []
+    changed: list[tuple[nn.Parameter, Tensor]] = []  # (parameter, loaded tensor) of the weights changed now
 
     def widen(parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -205,7 +204,6 @@ def _number(module: PreTrainedModel, key: str) -> float | None:
 
 @torch.no_grad()
 def _run_trial(module: PreTrainedModel, head: nn.Linear) -> _Trial:
-    """The record of one forward of a few tokens, with hooks at decoder and head."""
     scales = [1.0]
     for value in (_number(module, key) for key in SCALES):
         if value is not None:
@@ -223,7 +221,7 @@ def _run_trial(module: PreTrainedModel, head: nn.Linear) -> _Trial:
         return trial.make_test_values(output)
 
     module.eval()
-    embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # a Module, to its annotation
+    embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[assignment]  # annotated as a Module
     vocabulary = embedding.weight.shape[0]
     tokens = torch.linspace(min(1, vocabulary - 1), vocabulary - 1, _TOKENS).long()
     arguments: dict[str, Any] = {"input_ids": tokens[None].to(head.weight.device), "use_cache": False}

@@ -17,8 +17,8 @@ def entropy_kernel(
 ) -> None:
     """ENTROPY [R] = -sum p log p, with p = softmax(LOGITS [R, N] * INVERSE [R]). INVERSE is 1 / temperature.
 
-    With l = LOGITS * INVERSE - LSE and w = exp(l), the entropy is log(sum w) - (sum w l) / sum w. This formula does not assume that
-    w sums to one, since LSE has a large rounding error for large logits."""
+    With l = LOGITS * INVERSE - LSE and w = exp(l), the entropy is log(sum w) - (sum w l) / sum w. For large logits LSE has a large
+    rounding error, so sum w may differ from 1. The formula holds for every sum w."""
     row = tl.program_id(0).to(tl.int64)
     inverse = tl.load(INVERSE + row)
     lse = tl.load(LSE + row)

@@ -1,4 +1,4 @@
-"""Calls the Triton kernels of `triton_kernels.py`: one launch in the place of two to five, and one pass over the memory.
+"""Calls the Triton kernels of `triton_kernels.py`. Each kernel replaces two to five of torch's, and passes once over the memory.
 
 Ask `takes(...)` before a call, and compute in torch if it returns False. Triton comes with torch for CUDA, but needs a C compiler
 on the machine of the run. Without a compiler, torch computes, and a warning is logged.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.errors import first_line
 
-# Whether this torch supports CUDA. Callers read this before they call `takes`, because a call for each layer costs time on a CPU.
+# Whether this torch supports CUDA. Callers read `PRESENT` first, because calls of `takes` in each layer cost time on a CPU.
 PRESENT = torch.version.cuda is not None
 _BLOCK_F = 1024
 
@@ -23,8 +23,8 @@ logger = logging.getLogger("asyncrl.models")
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels can compute with these tensors: of one dtype (float32 or bfloat16), contiguous in the last dimension, the
-    first on a GPU. The caller must know that all are on one device."""
+    """Whether the kernels run here and fit these tensors: the first is on a GPU; all have one dtype, float32 or bfloat16, and are
+    contiguous in the last dimension. The caller must ensure that all tensors are on one device."""
     first = tensors[0]
     if first.device.type != "cuda" or first.dtype not in (torch.float32, torch.bfloat16):
         return False

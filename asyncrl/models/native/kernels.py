@@ -1,8 +1,8 @@
 """Elementwise parts of a decoder layer, forward and backward, over blocks of rows that stay in cache.
 
 Results go to preallocated buffers, because the page faults of a fresh buffer of some megabytes cost more than the computation.
-Results have the dtype of the inputs; norms and their gradients are computed in float32 or wider. The native kernels, if they were
-built, and Triton's on a GPU pass over the memory once. On a GPU a norm may be torch's fused operator (`fuses`).
+Results have the dtype of the inputs; norms and their gradients are computed in float32 or wider. Native kernels (on a CPU, if they
+were built) and Triton's kernels (on a GPU) pass over the memory once. On a GPU a norm may be torch's fused operator (`fuses`).
 
 Shape legend: N rows, E hidden size, F size of the MLP, X heads, D head size.
 """
@@ -19,7 +19,7 @@ from . import gpu
 from . import library as native
 
 _norm, _norm_backward = torch.ops.aten._fused_rms_norm, torch.ops.aten._fused_rms_norm_backward
-_BLOCK_BYTES = 1 << 20  # of the tensor that `blocks` gets
+_BLOCK_BYTES = 1 << 20  # in one block of the tensor that `blocks` gets
 
 _silu = torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input
 _gelu = torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input

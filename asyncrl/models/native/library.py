@@ -1,7 +1,7 @@
 """Calls the native kernels of `native.cpp`, if they were built: passes pointers, strides and sizes of tensors.
 
-Ask `takes(...)` before a call, and compute in torch if it returns False. `ASYNCRL_NATIVE=0` turns the kernels off, for a
-comparison with torch. A call releases the GIL and uses as many threads as torch.
+Before a call ask `takes(...)`, or `attends(...)` for `decode_attention`. If the answer is False, compute in torch.
+`ASYNCRL_NATIVE=0` turns the kernels off, for a comparison with torch. A call releases the GIL and uses as many threads as torch.
 
 Shape legend: N rows, E hidden size, F size of the MLP, X heads, D head size, V vocabulary, n running rows, H query heads, K
 key/value heads. The shapes of `row_softmax` are those of `attention/rows.py`.
@@ -69,7 +69,7 @@ def available() -> bool:
 
 
 def build_name() -> str:
-    """The instruction set of the native kernels, "avx512" or "avx2", or "torch" if there are no native kernels."""
+    """The instruction set of the native kernels: "avx512" or "avx2". Without native kernels: "torch"."""
     return "torch" if _library is None else Path(_library._name).name.partition(".")[0].removeprefix("_native_")
 
 
@@ -116,7 +116,7 @@ def rms_norm_backward(
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
-    """Rotates heads [N, X, D] in place; `sign` -1 negates the angles. cos, sin [N, D / 2] and each row of heads are contiguous."""
+    """Rotates heads [N, X, D] in place, by negated angles if `sign` is -1. cos, sin [N, D / 2] and each heads[n] are contiguous."""
     count, size = heads.shape[1:]
     _call("rotate", heads, heads, heads.stride(0), count, size // 2, cos, sin, sign, heads.shape[0])
 
@@ -145,21 +145,21 @@ def head_gradient_(
 ) -> None:
     """Overwrites logits [N, V] with their gradient. `inverse` is 1 / temperature. `slope` is the gradient of the log-prob, divided
     by the temperature. `bonus` is (the gradient of the entropy, divided by the temperature; the entropy). None: no bonus. All
-    tensors but the logits must be contiguous [N] float32, and `target` int64."""
+    tensors but the logits must be contiguous [N]: `target` int64, the others float32."""
     tensors = (inverse, target, lse, slope, *(bonus or (None, None)))
     _call("head_gradient", logits, logits, logits.stride(0), *tensors, *logits.shape)
 
 
 def row_softmax(scores: Tensor, out: Tensor, prefix_R: Tensor, own_length_R: Tensor, heads: int, length: int) -> None:
     """scores [R K, L G, P + L] float32 -> weights `out` of the same shape, both contiguous. Query l of row r sees the first
-    `prefix_R[r]` keys of the prefix, and keys 0..l of the `own_length_R[r]` own keys (int64). Other keys get weight 0."""
+    `prefix_R[r]` prefix keys, and keys 0..l of the `own_length_R[r]` own keys. Other keys get weight 0. Lengths are int64."""
     count = prefix_R.numel()
     group, context = scores.shape[1] // length, scores.shape[2] - length
     _call("row_softmax", out, scores, out, prefix_R, own_length_R, count, heads, length, group, context)
 
 
 def row_softmax_backward_(weights: Tensor, slope: Tensor, scale: float) -> None:
-    """Overwrites `slope`, the gradient of `weights` [..., C], with that of the scores, times `scale`. Both are contiguous."""
+    """Overwrites `slope`, gradient of `weights` [..., C], with `scale` times the gradient of the scores. Both are contiguous."""
     size = weights.shape[-1]
     _call("row_softmax_backward", weights, weights, slope, scale, weights.numel() // size, size)
 

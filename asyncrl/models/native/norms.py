@@ -58,7 +58,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def replace_norms(module: nn.Module) -> int:
-    """Gives the class `FusedRMSNorm` to each part of a class `*RMSNorm*` whose test output fits. Returns the number of parts."""
+    """Changes each `*RMSNorm*` module that computes the formula into a `FusedRMSNorm`. Returns the number of changed modules."""
     count = 0
     for part in module.modules():
         eps = getattr(part, "variance_epsilon", getattr(part, "eps", None))

@@ -24,7 +24,7 @@ def rotate_kernel(
     BLOCK_X: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ) -> None:
-    """Rotates HEADS [N, X, D] in place. One program rotates all heads of a row. COS and SIN are [N, HALF], HALF = D / 2."""
+    """Rotates HEADS [N, X, D] in place; `sign` -1 negates the angles. One program rotates a row. COS, SIN: [N, HALF = D / 2]."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_X)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
@@ -53,7 +53,7 @@ def swiglu_kernel(GATE_UP: tl.tensor, OUT: tl.tensor, F: tl.constexpr, BLOCK_F: 
 def swiglu_backward_kernel(
     GATE_UP: tl.tensor, GRAD: tl.tensor, PRODUCT: tl.tensor, F: tl.constexpr, BLOCK_F: tl.constexpr
 ) -> None:
-    """GATE_UP [N, 2F] becomes its gradient, and PRODUCT [N, F] the output of `swiglu_kernel`. GRAD is [N, F]."""
+    """Overwrites GATE_UP [N, 2F] with its gradient, and PRODUCT [N, F] with `silu(gate) * up`. GRAD [N, F]: gradient of PRODUCT."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside = column < F

@@ -7,7 +7,7 @@ The master dtype is float32, or float64 if the matmul dtype is float64. The matm
   to the float32 buffer as soon as autograd has computed the gradient, and frees the gradient. If other processes read the working
   copy, `target` can move each refresh to another buffer.
 
-Parameters are stored in registration order. So q, k and v, and gate and up, are one matrix if there is no padding between them.
+Parameters are in registration order. If no padding separates them, the weights of q, k and v form one matrix, as do gate and up.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FlatWeights:
 
     def _take_over(self, buffer: Tensor) -> None:
         """Copies each parameter into `buffer` and makes the parameter a view of `buffer`, no longer of the loaded tensor. The cast
-        to the dtype of `buffer` runs on its device: a copy between devices that also casts would cast on the host."""
+        runs on the device of `buffer`: a copy between devices that also casts would cast on the host."""
         for index, parameter in enumerate(self.parameters):
             self.view(buffer, index).copy_(parameter.data.to(buffer.device))
             parameter.data = self.view(buffer, index)
@@ -164,9 +164,9 @@ class FlatParameters(FlatWeights):
         self.has_working_copy = matmul_dtype != self.master_dtype
         self.working = torch.zeros(size, dtype=matmul_dtype, device=device) if self.has_working_copy else self.master
         self.bound = self.working
-        # With a working copy: the buffer that the next refresh writes, and that is then the working copy. None: a private buffer.
+        # Only with a working copy: the next refresh writes this buffer and makes it the working copy. None: a private buffer.
         self.target: Tensor | None = self.working
-        self._private: Tensor | None = None  # for `target` None, made at its first use
+        self._private: Tensor | None = None  # the buffer for `target` None, made when first needed
         self._take_over(self.master)
         self.refresh()
         for index, parameter in enumerate(self.parameters):

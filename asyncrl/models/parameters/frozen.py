@@ -25,7 +25,7 @@ def family(name: str) -> str:
 
 
 def unreached_families(gradients: Mapping[str, torch.Tensor | None]) -> frozenset[str]:
-    """The families in which no parameter has a gradient. A family of experts counts as reached if a token chose one of them."""
+    """The families in which no parameter has a gradient. A family of experts is reached if a token was routed to any expert."""
     reached = {family(name) for name, gradient in gradients.items() if gradient is not None}
     return frozenset(map(family, gradients)) - reached
 

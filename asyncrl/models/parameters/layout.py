@@ -18,7 +18,7 @@ ALIGNMENT = 64
 class Layout:
     """Parameters in the order of the buffer. Tied parameters have one entry. Offsets and `size` are in elements."""
 
-    names: tuple[str, ...]  # as in transformers
+    names: tuple[str, ...]  # as in transformers; of adapters: as in peft's files
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     size: int
@@ -46,6 +46,6 @@ class Layout:
             yield name, buffer[offset : offset + torch.Size(shape).numel()].view(shape)
 
     def digest(self, dtype: torch.dtype) -> str:
-        """A hash of names, shapes, offsets and dtype. Processes with equal digests can read each other's buffers."""
+        """A hash of names, shapes, offsets, size and dtype. Processes with equal digests can read each other's buffers."""
         entries = list(zip(self.names, self.shapes, self.offsets, strict=True))
         return hashlib.sha256(repr((dtype, self.size, entries)).encode()).hexdigest()[:32]

@@ -10,11 +10,11 @@ output, without the gradient of W [O, I]:
     dB = s g' (x A')        dA = s (g B)' x        dx = g W
 
 A weight outside of `nn.Linear`, such as a stack of experts [E, O, I] (or [E, I, O]), gets an A and a B for each expert, in peft's
-form: A [E r, I], B [O, r E]. For such a weight autograd computes the gradient of W, and a hook computes those of A and B from it:
+form: A [E r, I], B [O, r E]. For such a weight autograd computes dW, and a hook computes dA and dB from dW:
 
     dB = s dW A'            dA = s B' dW
 
-Shape legend: N rows, I input features, O output features, r rank, E experts (1 for a plain weight).
+Shape legend: N rows, I input features, O output features, r rank, E experts (1 for a plain weight). A' is the transpose of A.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PREFIX = "base_model.model."  # of parameter names in peft's files
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """The adapter of a linear layer. `a` and `b` have the dtype of the products. `grad_a` and `grad_b` are in the flat gradient."""
+    """The adapter of a linear layer. `a` and `b` have the dtype of the products. `grad_a`, `grad_b`: views of the flat gradient."""
 
     a: nn.Parameter  # [r, I]
     b: nn.Parameter  # [O, r]
@@ -94,7 +94,7 @@ class _Adapted(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A weight that gets an adapter. `name`: of the adapter in peft's files, without prefix and `.lora_A.weight`."""
+    """A weight that gets an adapter. `name`: the adapter's name in peft's files, without prefix and `.lora_A.weight`."""
 
     name: str
     weight: Tensor  # [O, I]; experts: [E, O, I], or [E, I, O] if `transposed`
@@ -161,7 +161,7 @@ class LoraParameters(FlatParameters):
         return self.merge.describe() | {"elements": self.size}
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """See `FlatParameters.load_masters`. Errors: ConfigError for adapters of another rank."""
+        """See `FlatParameters.load_masters`. Errors: ConfigError for adapters of another LoRA rank."""
         for name, master in self.named_masters():
             if name in state and state[name].shape != master.shape:
                 raise ConfigError(
@@ -171,7 +171,7 @@ class LoraParameters(FlatParameters):
         super().load_masters(state)
 
     def host_state(self) -> dict[str, Tensor]:
-        """The adapters as in peft's file, in the dtype of the masters. Call it on the lane."""
+        """The adapters as in peft's file, in the dtype of the masters. Call it on the lane, the device's thread."""
         return {name: master.detach().to("cpu", copy=True) for name, master in self.named_masters()}
 
     def write_adapter(self, directory: str | Path, state: dict[str, Tensor], base: str | None) -> None:
@@ -186,7 +186,8 @@ class LoraParameters(FlatParameters):
 
 
 def find_targets(module: PreTrainedModel, config: LoraConfig) -> list[Target]:
-    """The weights that `config` names, by peft's rules, and that text reaches. Errors: ConfigError for a name of no such weight."""
+    """The weights that `config` names by peft's rules. all-linear: all linear layers that text reaches, without the head.
+    Errors: ConfigError for bad names."""
     layers = _find_layers(module, config.target_modules)
     return [
         *(Target(name, layer.weight, layer) for name, layer in layers.items()),
@@ -220,7 +221,7 @@ def _find_layers(module: PreTrainedModel, names: Sequence[str]) -> dict[str, nn.
 def _find_parameters(
     module: PreTrainedModel, names: Sequence[str], layers: Mapping[str, nn.Linear]
 ) -> Iterator[Target]:
-    """Targets for the parameters `names`, outside of `layers`. peft wraps a module once per parameter, the first one innermost."""
+    """Targets for the parameters `names`, outside of `layers`. peft wraps a module once for each parameter, the first innermost."""
     unreached, found = unreached_names(module), set[str]()
     for owner, part in module.named_modules():
         parameters: dict[str, nn.Parameter] = dict(part.named_parameters(recurse=False))
@@ -252,7 +253,7 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def describe_adapted(module: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """A line for the log: of the weights that text reaches, the share with adapters, and up to six families without adapters."""
+    """A line for the log: which share of the weights that text reaches is adapted, and up to six families of the other weights."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     lookup = None if embedding is None or embedding.weight is head.weight else embedding.weight
     unreached = unreached_names(module)

@@ -1,4 +1,4 @@
-"""Merges adapters into weights: `W = W0 + s B A` (lora.py). All processes use this code, so equal processors get equal bits."""
+"""Merges adapters into weights: `W = W0 + s B A` (lora.py). All processes use this code, so equal processors compute equal bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Place(NamedTuple):
     transposed: bool
     weight: int  # offset in the buffer of all weights
     a: int  # offset of A in the buffer of all adapters
-    b: int  # offset of B there
+    b: int  # offset of B in the buffer of all adapters
 
 
 def sizes_of(shape: Sequence[int], transposed: bool) -> tuple[int, int, int]:

@@ -1,10 +1,10 @@
 """Linear layers that read the same input, as one product over a packed copy of their weights (in oneDNN's own layout).
 
 On a CPU, `F.linear` reaches half of the GEMM rate for batches of decoding, because every call reorders the weight. So the first
-product with new weights makes a packed copy by oneDNN. Backward products read the weights themselves, whose layout suits them.
+product with new weights makes a packed copy by oneDNN. Backward products read the original weights, whose layout suits them.
 
-Old copies would give wrong results, so every product compares `FlatWeights.stamp()`, which changes with the weights. `F.linear` is
-used if oneDNN is missing or does not pack the dtype, and while the modules read another buffer than `flat.working`.
+An old copy would give wrong results, so every product compares the copy's stamp with `FlatWeights.stamp()`. `F.linear` is used if
+oneDNN is missing or does not pack the dtype, and while the modules read another buffer than `flat.working`.
 
 Shape legend: N rows, I input features, O output features of all members together.
 """
@@ -75,7 +75,7 @@ class JoinedLinear:
         self._stamp: Any = None
 
     def weight(self) -> Tensor:
-        """The current weights [O, I]: a view if the members are adjacent in the flat buffer, otherwise a copy."""
+        """The current weights [O, I]: a view if the members are adjacent in the flat buffer, a copy if they are not."""
         return self._join(self.flat.bound, self.weight_indices)
 
     def _join(self, buffer: Tensor, indices: list[int]) -> Tensor:
@@ -90,7 +90,7 @@ class JoinedLinear:
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         """[N, I] -> [N, O], a new tensor."""
-        # `renew` compares again. A call of `renew` for every product would cost more.
+        # `renew` makes the same comparison. This comparison is faster than a call of `renew` for every product.
         if self.flat.stamp(self._indices) != self._stamp:
             self.renew()
         if self._packed is None:
@@ -107,7 +107,7 @@ class JoinedLinear:
         buffer = self.flat.bound  # the buffer that the modules read
         bias = self._join(buffer, self.bias_indices) if self.bias_indices else None
         if len(self.bias_indices) > 1 and bias is not None and self._bias is not None:
-            # A captured CUDA graph reads the address of this copy, so the copy must not move.
+            # A captured CUDA graph reads the joined biases at this address, so they must not move.
             self._bias.copy_(bias)
         else:
             self._bias = bias
@@ -121,7 +121,7 @@ class JoinedLinear:
         self.add_gradient(grad_NO, x_NI)
 
     def add_gradient(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Adds the gradients of weights and biases to the flat gradient, or, if there is none (LoRA), those of the adapters."""
+        """Adds the gradients of weights and biases to the flat gradient. Without a flat gradient (LoRA): those of the adapters."""
         flat = self.flat
         if flat.grad is None:
             for adapter, part in zip(self.adapters, grad_NO.split(self.sizes, 1), strict=True):

@@ -34,7 +34,7 @@ def is_import_path(path: str) -> bool:
 
 
 def reward_model_name(config: RewardModelConfig) -> str:
-    """The name in metrics: `config.name`, else the last part of the path."""
+    """The name in metrics: `config.name`, or the last part of the path if no name is set."""
     last = config.path.rpartition(":")[2] if is_import_path(config.path) else Path(config.path).name
     return config.name or last
 
@@ -50,7 +50,7 @@ def load_builder(path: str, setting: str) -> Callable[[int], Any]:
     except TypeError as error:
         raise ConfigError(f"{setting}: {path} cannot be called with a seed ({error}); {expected}") from error
     except ValueError:
-        # Functions written in C have no signature. If the function takes no seed, its call fails.
+        # Functions written in C may have no signature. If the function takes no seed, its call fails.
         pass
     return builder  # type: ignore[no-any-return]  # callable() is true
 

@@ -8,7 +8,7 @@ Each half is a flat buffer that holds all weights of one version.
         board.write(1, version + 1, weights)                         board.version(0)
 
 Guarantees
-* The board is a memfd, which has no file name, so no death of a process leaves a file behind. The size of the memfd is sealed.
+* The board is a memfd, which has no file name, so a process that dies leaves no file behind. The size of the memfd is sealed.
 * All pages are allocated at creation. So a lack of memory raises an error with figures, and no SIGBUS comes later.
 * A reader's mapping of the memfd is read-only: there a write into a half is a SIGSEGV, and `write` raises a TypeError. From
   Linux 5.1 on, a seal forbids further writable mappings.
@@ -20,9 +20,9 @@ The mapping of a slab is writable for readers, too. The slab has a name in /dev/
 (`generation/worker/names.py`). A reader on another device than the halves (`copy_to`) has copies of them, and fetches
 each version once (`fetch`). Without copies every decode step would read all weights over the bus.
 
-A GPU runs work later than the call that launches the work. So `fetch` and `reads_ended` return a `DeviceWait`: a
-function that blocks its thread until earlier work of the device has ended. On a CPU both return None. `wait_for_device` calls
-the function on another thread, so that the device's own thread (the lane) does not block. Three waits are necessary:
+A GPU runs work later than the call that launches the work. So `fetch` and `reads_ended` return a `DeviceWait`: a function
+that blocks the calling thread until earlier work of the device has ended. On a CPU both return None. `wait_for_device` calls the
+function on another thread, so that the device's own thread (the lane) does not block. Three waits are necessary:
 * `write` waits for the owner's stream before it stores the version. So a reader that sees the version may read at once.
 * A reader with copies waits for `fetch` before it reads the copy.
 * A reader waits for `reads_ended` before it reports that it has moved to the other half.
@@ -122,7 +122,7 @@ class Board:
         copy_to: torch.device | None = None,
         one_copy: bool = False,
     ) -> None:
-        """`fd` and `slab` belong to the board from now on. Without a slab the halves are in the memfd `fd`. See `attach`."""
+        """`fd` and `slab` belong to the board from now on. Without a slab the halves are in the memfd `fd`. Rest: see `attach`."""
         self.fd = fd
         self.elements, self.dtype, self.layout = elements, dtype, layout
         self.nbytes = elements * dtype.itemsize  # of one half
@@ -264,11 +264,11 @@ class Board:
         return copy_beside(self._stored[index], self._halves[index]) if self.reads_copies else None
 
     def reads_ended(self) -> DeviceWait:
-        """Returns a wait for all reads launched before this call, so for all reads of the half that this process read earlier."""
+        """Returns a wait for all reads that this process launched before this call, so also for its reads of the previous half."""
         return record_event(self._halves[0].device)
 
     def version(self, index: int) -> int | None:
-        """The version that the board's half holds, not a copy of it; None for an empty half and during a write."""
+        """The version in the board's own half, not in this process's copy. None for an empty half and during a write."""
         stored = self._versions[index]
         return stored - 1 if stored else None
 

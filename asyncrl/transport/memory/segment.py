@@ -9,7 +9,7 @@ Guarantees
 * A segment under its name is always complete. `create` allocates, locks and initialises a file without a name. Then
   `create` links the file to the name, which fails if the name exists. While the owner lives, only the owner unlinks the name.
 * The owner holds the exclusive `flock`. The kernel drops the lock at any death of the owner. A stopped (SIGSTOP) owner keeps it.
-* Pages are allocated at creation (`posix_fallocate`). So a full /dev/shm is an error with figures, and no SIGBUS comes later.
+* Pages are allocated at creation (`posix_fallocate`). So if /dev/shm is full, `create` raises an error, and no SIGBUS comes later.
 * A process that ends without `close`, for example by a kill, leaves its names in /dev/shm.
 * Files in /dev/shm are opened directly. `multiprocessing.shared_memory` would register each attached segment with a
   resource tracker, and the tracker would unlink the segment when the attaching process ends.
@@ -41,7 +41,7 @@ from .words import Words, fault
 DIRECTORY = "/dev/shm"
 PREFIX = "asyncrl."
 HEADER_BYTES = 4096
-# In a forked child one more than in its parent. An object that stores this number notices that it is used in a forked child.
+# A fork adds 1 in the child. An object that keeps the number at its creation can tell that it is now in a forked child.
 forks = 0
 _MAGIC = int.from_bytes(b"asyncrl\0", "little")
 _VERSION = 2
@@ -117,7 +117,7 @@ class Segment:
         """A new segment with room for `size` bytes of data, owned by this process.
 
         `prepare(data)` initialises the data, which are zeros, before the name exists.
-        Errors: ArenaOwned if the name exists and has an owner, TransportError if it has none; OutOfMemory if /dev/shm has no room.
+        Errors: ArenaOwned if the name has an owner; TransportError if it exists without owner; OutOfMemory if /dev/shm is full.
         """
         check_platform()
         path = path_of(name)
@@ -153,7 +153,7 @@ class Segment:
     def adopt(cls, name: str) -> Segment:
         """Become the owner of a segment without a live owner. The data stay as they are.
 
-        Errors: ArenaOwned if the owner lives; FileNotFoundError; SegmentDamaged for a bad header; else as `attach`.
+        Errors: ArenaOwned if the owner lives; SegmentDamaged for a bad header; and those of `attach`.
         """
         check_platform()
         segment = cls(name, _lock(name, path_of(name)), owner=True)
@@ -180,7 +180,7 @@ class Segment:
         return bool(self._owner_words.view[1])
 
     def seal(self, sealed: bool = True) -> None:
-        """Set or remove the seal. Set it before the last look for data: a writer that sees no seal after a write loses nothing."""
+        """Set or remove the seal. Seal before the last read: if a writer sees no seal after its write, the read finds the write."""
         self._owner_words.store(1, int(sealed))
 
     def _begin_tenure(self) -> None:

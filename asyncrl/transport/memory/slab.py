@@ -5,11 +5,11 @@
 
 A slab is one allocation, which is exported once and opened once: a CUDA IPC handle names a whole allocation. With a handle for
 a tensor of torch's allocator, the other process would see all tensors of the same allocation, and would open each tensor
-separately. The segment with the slab's name describes the slab. With `device="cpu"` this segment also holds the slab's memory.
+separately. A shared-memory segment with the slab's name describes the slab. With `device="cpu"` the segment also holds the memory.
 
 The end of the owner's process frees device memory, and no process may read freed memory. So the owner must live and keep the memory
-until all other processes have unmapped it. A launch returns before its kernel ends, so the owner must wait for its writes (for
-example by `torch.cuda.synchronize`) before other processes read.
+until all other processes have unmapped it. A kernel launch returns before the kernel ends, so the owner must wait for its writes
+(for example by `torch.cuda.synchronize`) before other processes read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HOST, _CUDA = b"cpu", b"cuda"
 
 
 class Slab:
-    """See the module. Made by `create` in the owner, and by `attach` in other processes. Close it in the process that made it."""
+    """See the module. The owner calls `create`, other processes call `attach`. Each process closes the `Slab` that it made."""
 
     def __init__(self, segment: Segment, size: int, memory: CudaMemory | None) -> None:
         """`memory`: the device memory; None: the slab's memory is in the segment, after the first `_HEAD_BYTES`."""
@@ -79,7 +79,7 @@ class Slab:
         return bytes_tensor(self.segment.data[_HEAD_BYTES : _HEAD_BYTES + self.size])
 
     def close(self) -> None:
-        """Close the slab; the owner also removes its name. Its memory stays mapped until its last tensor here is gone."""
+        """Close the slab. The owner also removes the slab's name. The memory stays mapped while this process has a tensor of it."""
         self._memory = None
         self.segment.close(unlink=True)
 

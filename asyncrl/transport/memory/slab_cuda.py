@@ -4,8 +4,8 @@ The allocation comes from the driver and not from torch's allocator, for two rea
 allocation, and torch's allocator would put other tensors into the allocation. With `expandable_segments` torch's memory
 has no IPC handle at all. torch's memory statistics omit slabs.
 
-Rules of the CUDA driver API ("Memory Management", cuIpcGetMemHandle and cuIpcOpenMemHandle): a process may open a handle in one
-context per device. If the exporter frees memory that an importer has open, the result is undefined.
+Rules of the CUDA driver API ("Memory Management", cuIpcGetMemHandle and cuIpcOpenMemHandle): a process may open a handle in
+only one context per device. If the exporter frees memory that an importer has open, the result is undefined.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Driver:
 
 
 class CudaMemory:
-    """See the module. The owner calls `allocate`, others `open`. Freed (`open`: unmapped) when no tensor and no slab is left."""
+    """The owner calls `allocate`, others call `open`. When no tensor or slab uses the memory any more, it is freed or unmapped."""
 
     def __init__(
         self, size: int, device: torch.device, address: int, unmap: Callable[[], None], description: bytes

@@ -1,7 +1,7 @@
 """Aligned 64-bit words in shared memory. A process writes data, and then publishes the data by the store of a word.
 
 A store through a memoryview of format "Q" is one aligned 8-byte move. So a reader sees the old or the new value, never
-a mixture. x86-64 makes stores visible in program order, and the C library ends its streaming copies with a fence. So a
+a mixture. x86-64 makes stores visible in program order, and the C library puts a fence after its non-temporal copies. So a
 reader that sees the new value also sees every earlier write. `segment.py` refuses architectures without this order.
 
 Each `Words` has a label. Tests set `FAULT` to kill the process before or after a store.
@@ -16,7 +16,7 @@ FAULT: Callable[[str], None] | None = None
 
 
 def fault(label: str) -> None:
-    """A point at which tests kill the process, where no word is stored (bulk copies, system calls)."""
+    """A point outside of a store at which tests kill the process, for example at a bulk copy or a system call."""
     if FAULT is not None:
         FAULT(label)
 

@@ -5,8 +5,8 @@
 
 Contract
 * Closing either end ends the queue. After `sender.close()` the receiver gets the remaining items; then `get` raises
-  `anyio.EndOfStream`, and `async for` ends. After `receiver.close()` `put` raises `anyio.BrokenResourceError`.
-  A call of the end that was closed raises `anyio.ClosedResourceError`.
+  `anyio.EndOfStream`, and `async for` ends. After `receiver.close()`, `put` raises `anyio.BrokenResourceError`.
+  A call on a closed end raises `anyio.ClosedResourceError`.
 * Cancel tasks by anyio's cancel scopes: these do not interrupt a `get` that has just received an item. `asyncio.Task.cancel`
   interrupts such a `get`, and the item is lost.
 * Never repeat a cancelled `put`: a receiver may have taken the item at the same moment.
@@ -88,7 +88,7 @@ class QueueReceiver(_QueueEnd[T]):
         try:
             item = self._stream.receive_nowait()
         except anyio.WouldBlock:
-            # None: this wait counts as no cause of idle time. A receiver without work would hide the causes of other tasks.
+            # None: a receiver without work is no cause of idle time. With a cause, its wait would hide the causes of other waits.
             with self._record_wait("an item", "a sender", None):
                 item = await self._stream.receive()
         self._record_depth()

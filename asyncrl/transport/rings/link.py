@@ -70,7 +70,7 @@ class Link:
         return self.space_event
 
     def watch_process(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[Link], None]) -> bool:
-        """Make the loop call `on_death` when the producer's process ends; not for an unknown pid. False: the process has ended."""
+        """Make the loop call `on_death` when the producer's process ends, if its pid is known. False: the process has ended."""
         pid = self.memory.pid
         if not pid:
             return True
@@ -85,7 +85,7 @@ class Link:
     def connect(
         self, loop: asyncio.AbstractEventLoop, connection: socket.socket, on_connection: Callable[[Link], None]
     ) -> None:
-        """Set the producer's connection, and close the earlier one. `on_connection`: called when `connection` is readable."""
+        """Close the earlier connection, if any, and use this connection. `on_connection`: called when `connection` is readable."""
         self.disconnect(loop)
         self.connection = connection
         loop.add_reader(connection.fileno(), on_connection, self)
@@ -109,7 +109,7 @@ class Link:
             self.space_event = None
 
     def close(self, loop: asyncio.AbstractEventLoop, *, unlink: bool) -> None:
-        """Close descriptors and memory. `unlink`: remove the ring; otherwise the next owner can adopt the ring."""
+        """Close descriptors and memory. `unlink`: remove the ring. False: the next owner can adopt the ring."""
         self.close_descriptors(loop)
         with contextlib.suppress(BufferError):  # a record is still in use
             self.memory.release_views()
@@ -119,8 +119,8 @@ class Link:
 class ProducerListener:
     """The owner's listening socket, and the pending connections: those of producers that have sent no hello yet.
 
-    Without a free descriptor `accept` fails, and the socket stays readable. Then the loop stops watching the socket for
-    `PAUSE_S`; otherwise it would spin.
+    Without a free descriptor `accept` fails, and the socket stays readable. The event loop would spin, so the socket is not watched
+    for `PAUSE_S`.
     """
 
     def __init__(

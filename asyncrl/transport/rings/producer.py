@@ -4,8 +4,8 @@ When `put()` returns, the record is accepted: it is in shared memory and survive
 
 * Full ring: `put` waits without polling until the owner releases a record. At the deadline `put` raises `RingFull`.
 * Death of the owner: records are accepted while the ring has room, and the next owner finds them. A `put` without an owner
-  first tries to attach to a new one.
-* Close by the owner: without a new owner the waiting or the next `put` raises `RingDetached`. Later puts wait for a new owner.
+  first tries to attach to a new owner.
+* Close by the owner: if there is no new owner, one `put` raises `RingDetached`, as a notice. Later puts wait for an owner.
 
 If the owner ends during a `put` and the `put` raises, the record may be stored. Put the same record again: owners remove
 duplicates by (epoch, group, member). `asyncrl.client` uses this module, so this module imports only numpy and the standard library.
@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 
 class ThreadWaits:
-    """How a `Producer` waits: by blocking the thread. `_attach` and `_complete_put` serve both kinds of producers. With these waits
-    their coroutines never suspend, so `_run_blocking` runs them without an event loop."""
+    """How a `Producer` waits: by blocking the thread. `_attach` and `_complete_put` serve both kinds of producers. With
+    `ThreadWaits` these two coroutines never suspend, so `_run_blocking` runs them without an event loop."""
 
     @staticmethod
     async def readable(fds: Sequence[int], seconds: float) -> None:
@@ -134,7 +134,7 @@ class ProducerCore:
         self._forks = segments.forks
 
     def check(self) -> None:
-        """Errors: LifecycleError for a producer that was closed or, in a forked child, was made by the parent."""
+        """Errors: LifecycleError for a closed producer, and in a forked child for a producer that the parent made."""
         if self.closed:
             raise LifecycleError(f"the producer of ring {self.name!r} is closed; attach a new one")
         if self._forks != segments.forks:
@@ -183,7 +183,7 @@ class ProducerCore:
         self.unnotified = True
         if attachment is not None:
             os.eventfd_write(attachment.data, 1)
-            # If the owner is connected after the write, the write has notified it. Else a new owner may not know of the record.
+            # If the owner is connected after the write, the write has notified it. If not, a new owner may not know of the record.
             self.unnotified = self._detach_if_disconnected()
         if segment.sealed:
             # The owner may have polled for the last time before this record was stored: put the record again, for the next owner.
@@ -230,7 +230,7 @@ class ProducerCore:
 
     @property
     def policy_version(self) -> int:
-        """The newest policy version that the owner has published; -1 before the first one."""
+        """The newest policy version that the owner has published; -1 before the first version."""
         with self._ring_lock:
             self.check()
             return -1 if self._writer is None else self._writer.memory.owner[1] - 1
@@ -242,7 +242,7 @@ class ProducerCore:
         return ProducerStatistics(self.puts, self.waits, self._attachment is not None, self.attachments, *used)
 
     def close_now(self) -> None:
-        """Close the ring without taking the lock. Accepted records stay. Closing twice is fine."""
+        """Close the ring without taking the lock of puts. Accepted records stay. Closing twice is fine."""
         if self.closed or self._forks != segments.forks:
             self.closed = True
             return
@@ -253,7 +253,7 @@ class ProducerCore:
         self._close_ring()
 
     def _detach_if_disconnected(self) -> bool:
-        """Detach and return True if the owner has ended the connection. It sends nothing, so a readable connection has ended."""
+        """Detach and return True if the connection has ended. The owner sends nothing more, so a readable connection has ended."""
         if self._attachment is None or not self._poll.poll(0):
             return False
         self._detach()
@@ -350,7 +350,7 @@ class AsyncProducer(ProducerCore):
         return producer
 
     async def put(self, plan: Plan, *, timeout: float = 60.0) -> None:
-        """As `Producer.put`. A cancelled put has stored nothing, unless the owner had ended."""
+        """As `Producer.put`. A cancelled put stores nothing. Exception: if the owner has ended, the record may be stored."""
         deadline = time.monotonic() + timeout
         try:
             async with asyncio.timeout(timeout):
@@ -439,7 +439,7 @@ def _pauses() -> Iterator[float]:
 
 
 def _stopped_s(began: float, limit_s: float) -> float:
-    """Seconds since `began` if a wait of at most `limit_s` took over 1 s longer, so that a suspension is likely; else 0."""
+    """Seconds since `began`, if they exceed `limit_s` by over 1 s: this process was probably suspended. If they do not: 0."""
     elapsed = time.monotonic() - began
     return elapsed if elapsed > limit_s + 1.0 else 0.0
 

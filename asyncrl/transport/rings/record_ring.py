@@ -8,7 +8,7 @@
 Guarantees
 * A record whose `put` returned is delivered to this owner or, if this owner ends first, to the next owner. `release`
   removes the record. A new owner first delivers all unreleased records, of each ring the oldest first, and then new records.
-* An owner delivers a member (epoch, group, member) once and counts duplicates. It forgets a member about 131,072 releases later.
+* An owner delivers a member (epoch, group, member) once and counts duplicates. It remembers about 131,072 released members.
 * Damaged records are counted and skipped. An unfinished record of a dead producer is counted. The ring of a dead producer
   is removed when its records are released. A stopped producer (SIGSTOP) is not dead and keeps its ring.
 * No busy polling: the loop's selector waits for eventfds (records), pidfds and connections (deaths).
@@ -17,7 +17,7 @@ Guarantees
   `asyncrl shm clear NAME --drop-records`. Its producer gets a new ring. If opening the `RecordRing` fails, no record is removed.
 * `end_intake` and `close` detach all producers. `close` keeps rings with records for the next owner.
 
-The segment NAME has no data. Its lock marks the owner, and producers find the owner's socket by the secret in its header.
+The segment NAME has no data. Its lock marks the owner. The secret in its header leads producers to the owner's socket.
 """
 
 from __future__ import annotations
@@ -173,13 +173,13 @@ class RecordRing:
         for link in list(self._links.values()):
             self._poll_ring(link)
         for link in self._links.values():
-            # No poll after the seal: a `put` that sees the seal may have stored its record, and stores it again for the next owner.
+            # No poll after the seal: a `put` that sees the seal stores its record again, so the record could be delivered twice.
             link.segment.seal()
             link.disconnect(self._loop)
         self._close_listener()
 
     def close(self) -> bool:
-        """Close all rings. Returns whether rings with records, or damaged ones, were kept. A second call returns False."""
+        """Close all rings. Returns whether rings with records, or damaged rings, were kept. A second call returns False."""
         if self._state != "open":
             self._state = "closed"
             return False
@@ -361,14 +361,14 @@ class RecordRing:
             self._listener.reject(connection)
             return
         except Exception:
-            self._listener.reject(connection)  # else the producer would wait on
+            self._listener.reject(connection)  # with an open connection the producer would wait
             raise
         self._listener.hand_over(connection)
         link.connect(self._loop, connection, partial(self._run_callback, self._on_connection))
         self._poll_ring(link)  # records that were put while the ring had no owner
 
     def _admit(self, connection: socket.socket, message: dict[str, object]) -> Link:
-        """Answer a hello with the producer's earlier ring or a new one. Errors: TransportError, whose text is the answer."""
+        """Answer a hello with the producer's earlier ring or a new ring. Errors: TransportError, whose text is the answer."""
         producer = attachment.producer_id(message)
         link = self._links.get(producer)
         is_new = link is None
@@ -421,7 +421,7 @@ class RecordRing:
             self._on_death(link)
 
     def _on_death(self, link: Link) -> None:
-        """The producer's process has ended. The poll below is the last one: no put can follow."""
+        """The producer's process has ended. The poll below is the last poll: no put can follow."""
         link.dead = True
         link.close_descriptors(self._loop)
         self._poll_ring(link)

@@ -118,7 +118,7 @@ class RingMemory:
             lost_numbers[(self.state[1] - 1) % self.slots] = False  # the put may be unfinished
         if bool(lost_numbers.any()):
             return "a record has lost its number"
-        # Zero, unless the last owner was killed between the two stores of a release: then `released ^ sequence` of one slot.
+        # Zero in an undamaged ring, or `released ^ sequence` of one slot if the last owner was killed within a release.
         unfinished = int(np.bitwise_xor.reduce(released)) ^ self.owner[0]
         if unfinished and not bool((released ^ sequences == np.uint64(unfinished)).any()):
             return "records are marked as released that no owner released"
@@ -182,7 +182,7 @@ class RingWriter:
         return True
 
     def _withdraw(self, slot: int) -> None:
-        """Restore the slot's old sequence if the put was not accepted: the head of the next put would accept the new one."""
+        """If the put was not accepted, restore the slot's old sequence, so that the next put's head does not accept the record."""
         memory = self.memory
         if memory.sequences[slot] > memory.head[0]:
             if not memory.released[slot]:
@@ -225,7 +225,7 @@ class RingReader:
         """(slot, sequence) of every accepted, unreleased record, oldest first."""
         self._next = self.memory.head[0]
         live_slots = [(slot, self.memory.sequences[slot]) for slot in self.memory.live_slots()]
-        # `poll` will return the records that were put after the read of the head. Here they would be delivered twice.
+        # Leave out the records that were put after the read of the head: `poll` returns them.
         records = [(slot, sequence) for slot, sequence in live_slots if sequence <= self._next]
         self.outstanding += len(records)
         return records

@@ -28,7 +28,7 @@ class RingStatistics:
     released: int = 0
     outstanding: int = 0  # records found in a ring and not released
     duplicates: int = 0  # members that were in an earlier record
-    torn: int = 0  # damaged records, and records without descriptor
+    torn: int = 0  # damaged records, and records without a valid descriptor
     half_written: int = 0  # puts that a dead producer did not finish
     skipped_slots: int = 0  # slots in use that a put skipped
     replayed: int = 0  # records in rings of an earlier owner
@@ -37,7 +37,7 @@ class RingStatistics:
     deaths: int = 0  # producers that died without closing
     reclaimed: int = 0  # rings removed after the end of their producer
     refused: int = 0  # producers refused
-    pauses: int = 0  # times that `accept` found no free descriptor
+    pauses: int = 0  # times that `accept` found no free file descriptor
     damaged: int = 0  # damaged segments, those of earlier owners too
 
 
@@ -54,20 +54,20 @@ class Delivery:
         return f"group {self.record.group} of epoch {self.record.epoch}"
 
     def release(self) -> None:
-        """Free the record's space in the ring, after its group was trained or dropped. A second call does nothing."""
+        """Free the record's space in the ring. Call it after the group was trained or dropped. A second call does nothing."""
         if not self.released:
             self.released = True
             self._release(self.record)
 
 
 class SeenMembers:
-    """Detects duplicate members. Remembers all members in the rings, and released members. If more than `limit` released members
-    are remembered, it forgets those of whole groups, the group with the oldest release first, but never the newest group."""
+    """Detects duplicate members. Remembers all members in the rings, and up to `limit` released members. Above `limit` it forgets
+    released members group by group, the least recently released group first. The most recently released group always stays."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._in_ring: dict[_GroupKey, set[int]] = {}
-        self._released: OrderedDict[_GroupKey, tuple[int, ...]] = OrderedDict()  # oldest release first
+        self._released: OrderedDict[_GroupKey, tuple[int, ...]] = OrderedDict()  # by last release
         self._released_count = 0  # members in `_released`
 
     def add(self, group: _GroupKey, members: tuple[int, ...]) -> tuple[int, ...]:
