@@ -79,10 +79,10 @@ def _start(arguments: list[str]) -> int:
     reserve.close()
     print_early("importing torch and transformers")
     if dry_run:
-        from asyncrl.runtime.placement import AssumedCards
+        from asyncrl.runtime.placement import AssumedGpus
         from asyncrl.runtime.plan import plan
 
-        print(plan(config, None if devices is None else AssumedCards.parse(devices)))
+        print(plan(config, None if devices is None else AssumedGpus.parse(devices)))
         return 0
     return run(config, launcher)
 

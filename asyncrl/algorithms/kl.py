@@ -86,7 +86,7 @@ class Kl(Method):
     )
     bias_correction: bool = setting(
         False,
-        "Multiply the KL term by the ratio of the loss. So the gradient of k1 and k3 is unbiased.",
+        "Multiply the KL term by the ratio of the loss. With this factor the mean gradients of k1 and k3 are the KL's gradient.",
         flat="use_bias_correction_kl",
         fixed=True,
     )

@@ -136,7 +136,7 @@ def without_overlong(group: Group, *, truncated: bool, longest: int | None) -> G
     """Masks completions that were cut at a limit (if `truncated`) or that have more than `longest` sampled tokens (None: no limit).
 
     Paper: DAPO (arXiv:2503.14476), section 3.4, "overlong filtering". Rewards do not change, so the baseline of the group stays.
-    A masked sequence still counts as a sequence of the step. Its tokens do not count (TRL: `mask_truncated_completions`).
+    A masked sequence still counts as a sequence of the step. Its tokens do not count. TRL's name: `mask_truncated_completions`.
     """
     if not truncated and longest is None:
         return group

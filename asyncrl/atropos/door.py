@@ -75,7 +75,7 @@ class ServedTerms:
     name: str
     batch_size: int  # sequences in a step
     limits: Limits
-    steps: int | None  # the last policy version; None: no end
+    last_version: int | None  # the last policy version; None: no end
     checkpoint_dir: str
 
 
@@ -224,7 +224,7 @@ class AtroposDoor:
             checkpoint_dir=self._terms.checkpoint_dir,
             starting_step=self._rings.policy_version,
             checkpoint_interval=-1,
-            num_steps=NO_END if self._terms.steps is None else self._terms.steps,
+            num_steps=NO_END if self._terms.last_version is None else self._terms.last_version,
         )
 
     async def _disconnect_env(self, request: web.BaseRequest) -> web.Response:
@@ -290,7 +290,7 @@ async def serve(
         name=config.run.name,
         batch_size=config.rollout.groups_per_step * config.rollout.group_size,
         limits=ring_door.limits_of(runtime),
-        steps=last_version(config, runtime.built.base),
+        last_version=last_version(config, runtime.built.base),
         checkpoint_dir="" if runtime.directory is None else str(runtime.directory.path.absolute()),
     )
     async with plain_task_group() as tasks:

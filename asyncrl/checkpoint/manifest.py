@@ -86,7 +86,7 @@ def compare(directory: Path, *, state: bool = True) -> Comparison:
         return Comparison(0, 0, (_unreadable(MANIFEST, error),))
     expected = _parse_manifest(raw)
     if expected is None:
-        missing = "" if _DIGEST_START in raw else " (it has no checksum of its own; did asyncrl 0.1.0 write it?)"
+        missing = "" if _DIGEST_START in raw else " (it has no checksum of its own; did an older asyncrl write it?)"
         return Comparison(1, len(raw), (f"{MANIFEST} is not what was written{missing}",))
     compared = {name: entry for name, entry in expected.items() if state or not name.startswith(f"{STATE}/")}
     total_bytes = len(raw) + sum(size for size, _ in compared.values())

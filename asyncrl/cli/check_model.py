@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 USAGE = """\
 asyncrl check-model PATH [a.b=value ...]: compare every way to compute the model (fused, packed, plain) with the eager forward and
-backward of transformers, on the CPU. Exit code 2: the model is refused. PATH: model.path, a directory, hub id or file.py:function.
-Of the settings of a run only model.*, train.gradient_checkpointing and distributed.sharding matter."""
+backward of transformers, on the CPU. Exit code 2: an error, or the model is refused. PATH: model.path, a directory, hub id or
+file.py:function. Of the settings of a run only model.*, train.gradient_checkpointing and distributed.sharding matter."""
 
 
 def main(arguments: Sequence[str]) -> int:

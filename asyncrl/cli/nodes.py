@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     name = Path(options.run)
     run = next((path for path in (name, "runs" / name) if (path / "config.yaml").exists()), None)
     if run is None:
-        print(f"asyncrl nodes: {name} is no run directory: it has no config.yaml", file=sys.stderr)
+        print(f"asyncrl nodes: {name} is not a run directory: it has no config.yaml", file=sys.stderr)
         return 2
     try:
         text = (run / "nodes.json").read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     age_s = now - state["written"]
     if state["ended"]:
-        print(f"the run has ended {_ago(age_s)}: {state['ended']}")
+        print(f"the run ended {_ago(age_s) if age_s >= 1 else 'less than 1 s ago'}: {state['ended']}")
     elif age_s > 3 * state["every_s"] + 5:
         print(f"written {_ago(age_s)}; a live run writes every {state['every_s']:g} s: the run was killed, or hangs")
     return 0

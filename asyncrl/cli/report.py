@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     if run is None:
         runs = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
         known = f"runs/ holds {', '.join(runs)}" if runs else "runs/ holds none"
-        print(f"asyncrl report: {name} is no run directory (it has no config.yaml); {known}", file=sys.stderr)
+        print(f"asyncrl report: {name} is not a run directory (it has no config.yaml); {known}", file=sys.stderr)
         return 2
     try:
         last_rows = deque(each_row(run / "metrics.jsonl"), maxlen=1)

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 def _list() -> int:
     entries = inventory()
     if not entries:
-        print("nothing of asyncrl lies in this user's shared memory")
+        print("this user has no shared memory segments of asyncrl")
         return 0
     rows = [("name", "owner", "size", "records")]
     for entry in entries:

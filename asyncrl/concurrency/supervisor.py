@@ -149,7 +149,7 @@ def _with_later_errors(failures: list[BaseException]) -> BaseException:
     first, *others = failures
     noted = {_line(first)}
     for other in others:
-        if _line(other) not in noted and not _is_closed_edge(other):
+        if _line(other) not in noted and not _is_closed_queue(other):
             noted.add(_line(other))
             notes = "; ".join(getattr(other, "__notes__", ()))
             first.add_note(f"afterwards also: {_line(other)}" + (f" ({notes})" if notes else ""))
@@ -161,7 +161,7 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _is_closed_edge(error: BaseException) -> bool:
+def _is_closed_queue(error: BaseException) -> bool:
     """Whether the error only says that an end of a queue is closed. An error with a message says more."""
     return isinstance(error, (anyio.BrokenResourceError, anyio.ClosedResourceError)) and not str(error)
 

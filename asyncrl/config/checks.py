@@ -345,7 +345,7 @@ def _check_deadlines(config: Config) -> Iterator[str]:
     if reward.functions:
         limits.append(("reward.timeout_s", reward.timeout_s, "one slow reward would end the run as stalled"))
     if reward.judge:
-        tries = "the time of all tries of a judge with a minute between two (reward.timeout_s, reward.retries)"
+        tries = "the time of all tries of a judge, with a minute between two tries (reward.timeout_s, reward.retries)"
         limits.append((tries, reward.judge_deadline_s, "a slow judge would end the run as stalled"))
     for name, limit, reason in limits:
         if stall <= limit:
@@ -422,7 +422,8 @@ def _check_generation(config: Config) -> Iterator[str]:
         if config.generation.tensor_parallel > 1:
             yield (
                 f"generation.tensor_parallel is {config.generation.tensor_parallel} but generation.engine is "
-                f"{config.generation.engine}, and only vllm takes more; set generation.engine=vllm, or leave tensor_parallel out"
+                f"{config.generation.engine}, and only vllm takes more than 1; set generation.engine=vllm, or leave "
+                "tensor_parallel out"
             )
         return
     if config.generation.placement == "shared":

@@ -106,8 +106,7 @@ def resolve(
     preset = {"rollout.max_staleness": staleness, "rollout.streaming": streaming}
     # `submitted` is true for every run without data. But a dry run without data makes its own prompts: no group is submitted.
     submits = submitted and config.train.kind == "torch"
-    outside = submits or own_environment or config.door.ring is not None
-    preset |= _overlong_limit(config, outside)
+    preset |= _overlong_limit(config, submits or own_environment or config.door.ring is not None)
     # The longest row must fit into a microbatch. `complaints` refuses a set value that is too small.
     if "tokens_per_microbatch" not in config.train.model_fields_set:
         tokens = max(config.train.tokens_per_microbatch, row_limit(config))

@@ -83,8 +83,8 @@ class DataConfig(SettingsSection):
     system_prompt: str | None = field(None, "System message for prompts without one; refused without a chat template.")
     template: Literal["auto", "chat", "raw"] = field(
         "auto",
-        "chat: render by the tokenizer's chat template, a string as a user's message, but not a string that looks rendered. raw: "
-        "tokenize strings as they are. auto: as chat if the tokenizer has a template, else as raw.",
+        "chat: render with the tokenizer's chat template. A string becomes a user's message, but a string that looks rendered is "
+        "tokenized as it is. raw: tokenize strings as they are. auto: as chat if the tokenizer has a template, else as raw.",
     )
     chat_template_kwargs: Untyped = field(
         {},
@@ -269,7 +269,7 @@ class TrainConfig(SettingsSection):
     warmup_steps: int = field(0, "Optimizer steps of linear warm-up; the first has rate 0, as in transformers.", ge=0)
     min_lr_ratio: float = field(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
     weight_decay: float = field(0.0, "AdamW weight decay of matrices, embeddings included.", ge=0)
-    decay_norms_and_biases: bool = field(False, "Decay norms and biases, too; by default they are not.")
+    decay_norms_and_biases: bool = field(False, "Decay norms and biases, too; by default they have no weight decay.")
     beta1: float = field(0.9, "AdamW beta1.", ge=0, lt=1)
     beta2: float = field(0.999, "AdamW beta2.", ge=0, lt=1)
     eps: float = field(1e-8, "AdamW epsilon.", gt=0)
@@ -296,7 +296,7 @@ class TrainConfig(SettingsSection):
 
 class RolesConfig(SettingsSection):
     """Which ranks train and which generate; left out: every rank does both. With two counts the first ranks train and the others
-    generate. With two lists a rank may do both. Rank 0 must train. If not every rank does both, all engines run in workers."""
+    generate. With two lists a rank may do both. Rank 0 must train. If a rank does not do both, all engines run in workers."""
 
     train: int | tuple[int, ...] | None = field(None, "Number of ranks that only train, or the ranks that train.")
     generate: int | tuple[int, ...] | None = field(
@@ -320,7 +320,7 @@ class DistributedConfig(SettingsSection):
     context: int = field(
         1,
         "Ranks that train every sequence together, for sequences too long for one device: each computes a part of the tokens. "
-        "Training ranks form sets of this size, in order. This must divide the numbers of training ranks and attention heads.",
+        "Training ranks form sets of this size, in order. The size must divide the numbers of training ranks and attention heads.",
         ge=1,
     )
     listen: str | None = field(
@@ -402,7 +402,9 @@ class TelemetryConfig(SettingsSection):
     trace: bool = field(True, "Write trace.json (opens in Perfetto).")
     trace_events: int = field(500_000, "Limit of the events kept; later ones are counted, not stored.", ge=0)
     report: bool = field(True, "Write report.html at the end.")
-    live: Literal["auto", "plain", "off"] = field("auto", "auto: a live view on a terminal, else lines; plain: lines.")
+    live: Literal["auto", "plain", "off"] = field(
+        "auto", "auto: a live view on a terminal, plain lines elsewhere; plain: always lines."
+    )
     sinks: tuple[Literal["wandb", "tensorboard", "mlflow"], ...] = field((), "More places for metrics.")
     profile: ProfileConfig = ProfileConfig()
     rollouts_per_step: int | None = field(None, "How many trajectories a rank writes per step; default: all.", ge=0)

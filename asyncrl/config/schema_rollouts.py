@@ -82,9 +82,7 @@ class OverlongConfig(SettingsSection):
     """Soft overlong punishment (DAPO): a component of the reward, `overlong`."""
 
     cache: int | None = field(
-        None,
-        "The component `overlong` falls from 0 to -1 over this many tokens before max_length; null is off.",
-        ge=1,
+        None, "The component `overlong` falls from 0 to -1 over this many tokens before max_length; null is off.", ge=1
     )
     max_length: int | None = field(
         None,
@@ -151,8 +149,9 @@ class RewardConfig(SettingsSection):
     worker_max_calls: int | None = field(None, "Replace a worker after this many calls; null: never.", ge=1)
     batch: Literal["auto", "group", "trajectory"] = field(
         "auto",
-        "Call the functions once per group, or once per finished completion; auto: group for single_turn, with keep_viable, or if "
-        "a function has `whole_group`; else trajectory. An error or a missed deadline affects all completions of the call.",
+        "Call the functions once per group, or once per finished completion; auto: group if the environment is single_turn, if "
+        "keep_viable is true, or if a function has `whole_group`; trajectory in all other cases. An error or a missed deadline "
+        "affects all completions of the call.",
     )
     scale_adv_by_len: bool = field(
         False, "Multiply every reward by the number of sampled tokens of its completion (Atropos)."
@@ -219,8 +218,7 @@ class EndpointConfig(SettingsSection):
     The endpoint opens at its first use, by an episode or a reward function. Each episode has a key of its own."""
 
     host: str = field(
-        "127.0.0.1",
-        "Address to listen at. Nothing is encrypted: use another address only in a network that you trust.",
+        "127.0.0.1", "Address to listen at. Nothing is encrypted: use another address only in a network that you trust."
     )
     port: int = field(0, "Port of the endpoint; 0: any free port, as several ranks on a machine need.", ge=0, le=65535)
     names: tuple[str, ...] = field(
@@ -306,8 +304,8 @@ class RolloutConfig(SettingsSection):
     )
     bad_words: tuple[str, ...] = field(
         (),
-        "Texts that are not sampled. As in vLLM, a text is tokenized without leading spaces, and also with one if that gives as "
-        "many tokens. The last token is excluded right after the tokens before it.",
+        "Texts that are not sampled. As in vLLM, a text is tokenized without leading spaces, and also with a leading space "
+        "if both forms have equally many tokens. The last token is excluded right after the tokens before it.",
     )
     min_tokens: int = field(
         0,

@@ -251,7 +251,7 @@ def _rows(group: Group, advantages: npt.ArrayLike, columns: GroupColumns) -> lis
     values = np.asarray(advantages, dtype=np.float64).reshape(-1)
     if values.size != len(group.trajectories):
         raise DataError(
-            f"group {group.group_id}: {values.size} advantages for {len(group.trajectories)} trajectories; give one each"
+            f"group {group.group_id}: {values.size} advantages for {len(group.trajectories)} trajectories; give one per trajectory"
         )
     rows = []
     for index, (trajectory, advantage) in enumerate(zip(group.trajectories, values.tolist(), strict=True)):

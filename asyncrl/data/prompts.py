@@ -32,7 +32,7 @@ from .prompts_sources import IndexedRows
 from .tokenizing import NOTES, PromptEncoder, check_prompt, check_unicode, read_prompt
 
 # If a group id modulo REROLLS is at least this number, a program or a producer submitted the group; see `is_prompt`.
-EMBEDDED_GROUPS = 1 << 40
+FIRST_OUTSIDE_GROUP = 1 << 40
 # Added to a group id for each new attempt. Larger than the id of every first attempt.
 REROLLS = 1 << 44
 MAX_FAILED = 4096  # failed prompts in the queue; one more removes the oldest
@@ -52,13 +52,13 @@ def attempt_of(group_id: int) -> int:
 
 def is_prompt(group_id: int) -> bool:
     """Whether the group has a prompt of the stream. False: a program or a producer submitted the group."""
-    return group_id % REROLLS < EMBEDDED_GROUPS
+    return group_id % REROLLS < FIRST_OUTSIDE_GROUP
 
 
 def state_after(state: Mapping[str, Any], group_ids: Iterable[int]) -> dict[str, Any]:
     """`state`, a `PromptSource.state_dict()`, as if `next()` had returned these groups' prompts, but with unchanged counts."""
     used = set(group_ids)
-    first_attempts = [group_id for group_id in used if group_id < EMBEDDED_GROUPS]
+    first_attempts = [group_id for group_id in used if group_id < FIRST_OUTSIDE_GROUP]
     return {
         **state,
         "position": max([state["position"], *(group_id + state["world_size"] for group_id in first_attempts)]),

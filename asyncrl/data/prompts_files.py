@@ -251,14 +251,14 @@ def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated!r} stands twice in one object")
+        raise ValueError(f"the key {repeated!r} is twice in one object")
     return mapping
 
 
 def _number(text: str) -> float:
     """Errors: ValueError for NaN, for infinity, and for a number that is too large for a float."""
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no finite number; write null if a value is missing")
+        raise ValueError(f"{text} is not a finite number; write null if a value is missing")
     return number
 
 

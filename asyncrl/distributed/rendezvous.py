@@ -182,8 +182,8 @@ def _write_secret(secret: str) -> Path:
 def _read_secret(path: Path) -> str:
     """The secret in a file. Any program can set the path. Errors: PlatformError if the path is no file of this user alone."""
     forged = PlatformError(
-        f"torchrun's store names {path} as the file of the secret, but that is no file that this user alone can read; unless this "
-        "rank is late, another program wrote the path: block other programs from the port of the store"
+        f"torchrun's store names {path} as the file of the secret, but that is no file that this user alone can read; either this "
+        "rank came too late, or another program wrote the path; then block other programs from the port of the store"
     )
     if not path.name.startswith(_PREFIX):
         raise forged

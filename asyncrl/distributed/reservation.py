@@ -393,10 +393,10 @@ class Reservation:
         for deadline in sorted(self._live) if self.late == "wait" else ():
             live += len(self._live[deadline])
             if live > self.groups_per_step * (deadline - self.turn):
-                lost = next(iter(self._live[deadline].values())).ticket
+                too_late = next(iter(self._live[deadline].values())).ticket
                 raise LedgerError(
                     f"a partial step ({self.claimed} of {self.groups_per_step} places) was committed at turn "
-                    f"{self.turn}, but then group {lost.group_id} (deadline {lost.deadline}) cannot be trained "
+                    f"{self.turn}, but then group {too_late.group_id} (deadline {too_late.deadline}) cannot be trained "
                     "in time: commit a partial step only when no group is live"
                 )
         self.last_step = {group_id: e.rank for group_id, e in self.entries.items() if e.claimed}

@@ -49,8 +49,8 @@ class Roles:
         if train is None or generate is None:
             given, missing = ("generate", "train") if train is None else ("train", "generate")
             raise ConfigError(
-                f"distributed.roles.{given} is set and distributed.roles.{missing} is not; set both, or none: then every rank "
-                "trains and generates"
+                f"distributed.roles.{given} is set and distributed.roles.{missing} is not; set both, or leave both out: then "
+                "every rank trains and generates"
             )
         if isinstance(train, int) and isinstance(generate, int):
             if train + generate != ranks:

@@ -71,9 +71,9 @@ class EpisodeKeys(Access):
                 scope.cancel()
             # A client may have a whole answer before the handler resumes from the write. The write buffer is then empty.
             unsent = [
-                each
-                for each, to in opened.answering.values()
-                if not to or to.is_closing() or to.get_write_buffer_size()
+                answers
+                for answers, connection in opened.answering.values()
+                if not connection or connection.is_closing() or connection.get_write_buffer_size()
             ]
             for answers in [*unsent, *chain(*opened.undelivered.values())]:
                 for answer in answers.values():

@@ -84,9 +84,9 @@ class MessagesBody(Body):
     thinking: _NoThinking | None = Field(
         None, description="Not supported: set data.chat_template_kwargs of the run, as its template needs."
     )
-    context_management: None = refused("Not supported: nothing is cut.")
+    context_management: None = refused("Not supported: the context is never edited.")
     container: None = refused("Not supported. Leave it out.")
-    mcp_servers: None = refused("Not supported: give the policy tools.")
+    mcp_servers: None = refused("Not supported: pass the tools in `tools`.")
     output_config: None = refused("Not supported: no grammar constrains the tokens. Leave it out.")
 
     def ask(self, defaults: SamplingParams) -> Ask:

@@ -219,7 +219,7 @@ class SamplingBody(OpenAiBody):
 def _check_top(top: int | None, info: Any) -> int | None:
     # `info.data` has the values of the fields that `ChatBody` declares before `top_logprobs`.
     if top and not (info.data.get("logprobs") and info.data.get("max_tokens") == 1):
-        raise ValueError("above 0 it needs logprobs true and max_tokens 1")
+        raise ValueError("a value above 0 needs logprobs=true and max_tokens=1")
     return top
 
 

@@ -41,7 +41,7 @@ _PARAMETER = re.compile(
 _INVOKE = re.compile(r"<(?:\w+:)?invoke name=.*?</(?:\w+:)?invoke>", re.DOTALL)
 _PYTHON = re.compile(rf"<\|tool_call_start\|>{_VALUE}<\|tool_call_end\|>", re.DOTALL)
 _GEMMA = re.compile(r"<\|tool_call>call:([\w.-]+)(\{.*?\})<tool_call\|>(?:<\|tool_response>)?", re.DOTALL)
-_QUOTED = re.compile(r'(<\|"\|>.*?<\|"\|>)', re.DOTALL)
+_GEMMA_STRING = re.compile(r'(<\|"\|>.*?<\|"\|>)', re.DOTALL)
 _DEEPSEEK = re.compile(
     rf"<\uff5ctool\u2581call\u2581begin\uff5c>(?:function<\uff5ctool\u2581sep\uff5c>)?{_VALUE}(?:<\uff5ctool\u2581sep\uff5c>|\n```json\n){_VALUE}(?:\n```)?<\uff5ctool\u2581call\u2581end\uff5c>",
     re.DOTALL,
@@ -204,7 +204,7 @@ def _from_python(text: str) -> list[Call]:
 
 def _gemma_to_json(text: str) -> str:
     """The JSON text of a mapping in Gemma's form: keys have no quotes, and strings are between special tokens."""
-    pieces = _QUOTED.split(text)
+    pieces = _GEMMA_STRING.split(text)
     # The pattern has one group, so every second piece is a string between special tokens.
     pieces[1::2] = [json.dumps(piece[5:-5], ensure_ascii=False) for piece in pieces[1::2]]
     pieces[::2] = [re.sub(r"([\w.-]+):", r'"\1":', piece) for piece in pieces[::2]]

@@ -385,7 +385,7 @@ class Spelling:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def begins(self, other: Spelling) -> bool:
+    def is_beginning_of(self, other: Spelling) -> bool:
         """Whether the messages of `other`, which a client sent, begin with these messages."""
         pairs = zip(self._thoughts, other._thoughts, strict=False)
         return self._keys == other._keys[: len(self)] and all(

@@ -111,7 +111,7 @@ class TokenTree:
             raise GenerationError(f"the engine returned experts of {len(routes)} tokens for a request of {size}")
         if not self.segments:
             self.prompt_length = prompt_ids.size
-        known, after = self._longest_beginning(prompt_ids, through)
+        known, after = self._longest_prefix(prompt_ids, through)
         new = np.zeros(prompt_ids.size - known + generation.token_ids.size, _TOKEN)
         new["version"] = -1
         new["id"][: prompt_ids.size - known] = prompt_ids[known:]
@@ -132,7 +132,7 @@ class TokenTree:
 
     def known(self, prompt_ids: Int32Array, through: int = -1) -> int:
         """The length of the prompt's longest prefix that is in the tree. `through`: as in `_AnsweredRequest`."""
-        return self._longest_beginning(prompt_ids, through)[0]
+        return self._longest_prefix(prompt_ids, through)[0]
 
     def path(self, last: int) -> Int32Array:
         """Indices of the tokens from the root to the token `last`."""
@@ -143,7 +143,7 @@ class TokenTree:
             last = after
         return np.concatenate([np.zeros(0, np.int32), *reversed(pieces)]).astype(np.int32)
 
-    def _longest_beginning(self, ids: Int32Array, through: int) -> tuple[int, int]:
+    def _longest_prefix(self, ids: Int32Array, through: int) -> tuple[int, int]:
         """(length of the longest prefix of `ids` in the tree, index of its last token or -1). If several paths are equally long, a
         path through the token `through` wins."""
         found = (0, False, -1)
@@ -201,8 +201,8 @@ class Session:
         self.limit: str | None = None  # text of the newest EpisodeLimit
         self.ended = False
         self.notes: dict[str, float] = {}  # become the extras of the trajectory
-        # `_started`: number of replies and running requests. `_expected`: upper bound of the tokens that running requests add.
-        self._started = self._expected = 0
+        # `_expected_tokens`: upper bound of the tokens that running requests add.
+        self._replies_and_running = self._expected_tokens = 0
         self._request_ended = anyio.Event()  # set when a running request ends
         # In the order in which the replies arrived.
         self._answered: list[_AnsweredRequest] = []
@@ -213,7 +213,7 @@ class Session:
     @property
     def has_all_turns(self) -> bool:
         """Whether replies and running requests together have reached `rollout.max_turns`."""
-        return self._limits.max_turns is not None and self._started >= self._limits.max_turns
+        return self._limits.max_turns is not None and self._replies_and_running >= self._limits.max_turns
 
     @property
     def turns(self) -> int:
@@ -305,8 +305,7 @@ class Session:
             path = old.path(each.end)
             prompt, reply = np.split(old.tokens[path], [path.size - each.generation.token_ids.size])
             columns = reply["id"], reply["logprob"], reply["filtered"], reply["version"]
-            routes = None if old.routes is None else old.routes[path]
-            generation = Generation(*columns, FinishReason.STOP, routes)
+            generation = Generation(*columns, FinishReason.STOP, None if old.routes is None else old.routes[path])
             end_of[each.end] = tree.add(prompt["id"], generation, end_of[each.through])
         return tree
 
@@ -330,7 +329,8 @@ class Session:
         repetition = next(n for n in range(len(repetitions) + 1) if n not in repetitions)
         repetitions.add(repetition)
         max_tokens = min(sampling.max_tokens, room)
-        self._started, self._expected = self._started + 1, self._expected + added + max_tokens
+        self._replies_and_running += 1
+        self._expected_tokens += added + max_tokens
         try:
             generation = await self._generate(
                 GenerationRequest(
@@ -344,13 +344,13 @@ class Session:
             )
             end = self._tree.add(prompt_ids, generation, through)
         except BaseException:
-            self._started -= 1
-            if not self._started:
+            self._replies_and_running -= 1
+            if not self._replies_and_running:
                 self._temperature = None
             repetitions.discard(repetition)
             raise
         finally:
-            self._expected -= added + max_tokens
+            self._expected_tokens -= added + max_tokens
             self._request_ended.set()
             self._request_ended = anyio.Event()
         # The tree has stored the experts.
@@ -367,7 +367,7 @@ class Session:
             try:
                 return added, self._room(prompt_ids, sampling, added)
             except EpisodeLimit as error:
-                if not self._expected:
+                if not self._expected_tokens:
                     self.limit = str(error)
                     raise
             await self._request_ended.wait()
@@ -380,8 +380,8 @@ class Session:
             raise DataError("a request has no token; expected at least one")
         if self.has_all_turns:
             raise EpisodeLimit(
-                f"the episode has had {self._started} replies; rollout.max_turns allows {limits.max_turns}; end the episode, or "
-                "raise the setting"
+                f"the episode has had {self._replies_and_running} replies; rollout.max_turns allows {limits.max_turns}; end the "
+                "episode, or raise the setting"
             )
         if prompt_ids.size >= limits.max_context:
             raise EpisodeLimit(
@@ -390,7 +390,7 @@ class Session:
             )
         room = limits.max_context - prompt_ids.size
         if limits.total is not None:
-            tokens = self._tree.tokens.size + self._expected + added
+            tokens = self._tree.tokens.size + self._expected_tokens + added
             if tokens >= limits.total:
                 raise EpisodeLimit(
                     f"all branches of the episode would have {tokens} tokens, running requests included; the larger of "
@@ -415,7 +415,7 @@ class Session:
         sent = Spelling(messages)
         for number, (turn, spellings, end, of_branch) in enumerate(self._exchanges):
             for spelling in spellings:
-                if not spelling.begins(sent):
+                if not spelling.is_beginning_of(sent):
                     continue
                 priority = (len(spelling), of_branch == branch, number)
                 if best is None or priority > best[0]:

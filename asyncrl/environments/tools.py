@@ -115,11 +115,11 @@ class Toolbox:
     async def _message(self, tools: Mapping[str, Tool], call: Mapping[str, Any]) -> dict[str, Any]:
         function = call.get("function") or {}
         name = str(function.get("name"))
-        tool = tools.get(name)
-        if tool is None:
+        if (tool := tools.get(name)) is None:
             # The model made up the name, so no metric is named after it.
             self._recorder.count("tools/unknown")
-            text = f"Error: there is no tool {name!r:.80}; the tools are: {', '.join(tools) or 'none'}"
+            offered = f"the tools are: {', '.join(tools)}" if tools else "no tools are offered"
+            text = f"Error: there is no tool {name!r:.80}; {offered}"
         else:
             text = await self._answer(tool, function.get("arguments"))
         return {"role": "tool", "tool_call_id": call.get("id"), "name": name, "content": text}
@@ -142,7 +142,7 @@ class Toolbox:
             self._recorder.count(f"tools/{tool.name}/{'refused' if refused else 'failed'}")
             if not refused and tool.name not in self._logged:
                 self._logged.add(tool.name)
-                words = "the tool %s raised; the model reads the error, and later errors of this tool are only counted"
+                words = "the tool %s raised an error; the model reads the error, and later errors of this tool are only counted"
                 logger.warning(words, tool.name, exc_info=error)
             return f"Error: {'' if refused else f'{type(error).__name__}: '}{_brief(error)}"
         if len(text) > self._max_chars:

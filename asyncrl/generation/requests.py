@@ -25,7 +25,8 @@ def sampling_params(rollout: RolloutConfig, tokenizer: Any) -> SamplingParams:
     of several tokens in `logit_bias` or `stop_token_ids`, and for a token that `logit_bias` has twice."""
     biases = {_token_id("logit_bias", key, tokenizer): bias for key, bias in rollout.logit_bias.items()}
     if len(biases) < len(rollout.logit_bias):
-        raise ConfigError(f"rollout.logit_bias has a token twice: {rollout.logit_bias} mean {list(biases)}; remove one")
+        text = f"rollout.logit_bias has two keys for one token: the keys {[*rollout.logit_bias]} are the tokens {[*biases]}"
+        raise ConfigError(f"{text}; remove one of the two keys")
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,

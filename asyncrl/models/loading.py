@@ -330,13 +330,13 @@ def _build_module(config: ModelConfig, seed: int) -> PreTrainedModel:
 
 
 def _read(config: ModelConfig, settings: PretrainedConfig, path: str) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """(model, loading info) by `from_pretrained`. The weights stay in bfloat16 or float16 if `_complete_float32` succeeds."""
+    """(model, loading info) by `from_pretrained`. The weights stay in bfloat16 or float16 if `_make_like_float32` succeeds."""
     kind = _class_of(settings)
     options = {**WITH_REPORT, **NO_REMOTE_CODE, **({"gguf_file": config.gguf_file} if config.gguf_file else {})}
     narrow = None if config.gguf_file else _narrow_dtype(_safetensors_files(path))
     if narrow is not None:
         module, report = kind.from_pretrained(path, dtype=narrow, **options)
-        if (reason := _complete_float32(module)) is None:
+        if (reason := _make_like_float32(module)) is None:
             return module, report
         logger.info("model.path: the weights are read in float32: %s %s", type(module).__name__, reason)
     module, report = kind.from_pretrained(path, dtype=_master_dtype(config), **options)
@@ -370,7 +370,7 @@ def _narrow_dtype(files: list[str]) -> torch.dtype | None:
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(floating.pop()) if len(floating) == 1 else None
 
 
-def _complete_float32(module: PreTrainedModel) -> str | None:
+def _make_like_float32(module: PreTrainedModel) -> str | None:
     """Makes settings and buffers equal to those of a model loaded as float32. Returns None, or a reason if this is impossible."""
     if module._keys_to_ignore_on_load_missing:
         return "may have weights that are not in the files"

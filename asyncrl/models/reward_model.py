@@ -71,7 +71,7 @@ class RewardModel:
         self._label = config.label
         self._device = device
         self._tokens = tokens
-        self.longest = config.max_tokens or _longest_text(module, tokenizer)  # limit of the tokens of a text
+        self.max_text_tokens = config.max_tokens or _longest_text(module, tokenizer)  # limit of the tokens of a text
         self._pad = _padding_token(module, tokenizer)
         self._check_probes(DTYPES[dtype])
 
@@ -144,7 +144,7 @@ class RewardModel:
 
     def _probe(self, length: int) -> TokenIds:
         """Arbitrary token ids, none of which is padding."""
-        ids = [1 + (7 * i) % max(len(self._tokenizer) - 1, 1) for i in range(min(length, self.longest))]
+        ids = [1 + (7 * i) % max(len(self._tokenizer) - 1, 1) for i in range(min(length, self.max_text_tokens))]
         return [0 if token == self._pad else token for token in ids]
 
     def _check_probes(self, dtype: torch.dtype) -> None:

@@ -43,7 +43,7 @@ from .step import GroupsFailed, Step, blame_groups
 
 Advantages = dict[int, npt.NDArray[np.float64]]  # group id -> [G]
 TurnAdvantages = list[npt.NDArray[np.float64]]  # G arrays [t]: one value for each of the member's t replies
-_NONE = np.zeros(0, np.float32)
+_NO_LOGPROBS = np.zeros(0, np.float32)
 
 
 class StepBuilder:
@@ -253,7 +253,7 @@ async def logprob_columns(
     trainer: Trainer, groups: Sequence[Group], tokens_per_microbatch: int, model: Literal["policy", "reference"]
 ) -> list[list[Float32Array]]:
     """For each group a list [G] of arrays [s]: the log-probs of a member's s scored tokens. Errors: see `blame_groups`."""
-    columns = [[_NONE] * len(group.trajectories) for group in groups]
+    columns = [[_NO_LOGPROBS] * len(group.trajectories) for group in groups]
     index_of = {group.group_id: index for index, group in enumerate(groups)}
     for batch in pack_groups([(group, np.zeros(len(group.trajectories))) for group in groups], tokens_per_microbatch):
         if not batch.scored:

@@ -84,7 +84,7 @@ class DoorGroups:
         # The producer's key of a group -> the group's id in this run, for the newest `TOMBSTONES` groups. Older ids are not needed:
         # the stash, too, remembers only the newest `TOMBSTONES` ended groups.
         self._ids: OrderedDict[GroupKey, int] = OrderedDict()
-        self._feeders: dict[int, set[bytes]] = {}  # epoch -> its connected producers
+        self._producers: dict[int, set[bytes]] = {}  # epoch -> its connected producers
         self._ends: dict[int, float] = {}  # epoch without producers -> the time at which it ends
         self._changed = anyio.Event()
         self._unscored: str | None = None  # message about the newest group whose scoring failed
@@ -126,15 +126,15 @@ class DoorGroups:
 
     def on_producer(self, epoch: int, producer: bytes) -> None:
         """A producer of this epoch has connected. The epoch does not end before all its producers have left."""
-        self._feeders.setdefault(epoch, set()).add(producer)
+        self._producers.setdefault(epoch, set()).add(producer)
         self._ends.pop(epoch, None)
 
     def on_producer_gone(self, producer: bytes) -> None:
         """A producer left or died. Epochs without a producer end after `door.reconnect_s`."""
-        for epoch, feeders in list(self._feeders.items()):
-            feeders.discard(producer)
-            if not feeders:
-                del self._feeders[epoch]
+        for epoch, producers in list(self._producers.items()):
+            producers.discard(producer)
+            if not producers:
+                del self._producers[epoch]
                 self._ends[epoch] = anyio.current_time() + self._reconnect_s
         self._changed.set()
         self._changed = anyio.Event()

@@ -78,11 +78,11 @@ class Pace:
     def _start_pause(self, seconds: float) -> None:
         self.limit = MIN_LIMIT
         if (now := anyio.current_time()) >= self._resumes_at:
-            logger.warning(
-                "this rank pauses for %.0f s: a group took %.1f s here and %.1f s elsewhere, so steps would wait for this rank",
-                self._pause_factor * seconds,
-                seconds,
-                self.others_mean_s,
+            pause_s = self._pause_factor * seconds
+            words = (
+                "this rank pauses for %.0f s: a group took %.1f s here, and on other ranks %.1f s in the mean, so steps would wait "
+                "for this rank"
             )
-            self._resumes_at, self._poll_s = now + self._pause_factor * seconds, seconds
+            logger.warning(words, pause_s, seconds, self.others_mean_s)
+            self._resumes_at, self._poll_s = now + pause_s, seconds
             self._pause_factor = min(2 * self._pause_factor, _LARGEST_FACTOR)

@@ -120,7 +120,7 @@ class FailedGroups:
         if isinstance(error, DivergenceError) or not failed:
             raise cause
         if self._first_failure is not None:
-            message += f"; before it {self._first_failure}. A run survives only one failed step"
+            message += f"; an earlier step failed, too: {self._first_failure}. A second failed step ends the run"
         kind = DivergenceError if isinstance(cause, DivergenceError) else TrainStepError
         raise kind(message) from cause
 

@@ -43,7 +43,7 @@ UNACKNOWLEDGED = 8
 # The largest record of a group. 64 x 32,768 tokens have 40 MB, and with recorded routes of 48 layers twenty times as much.
 MAX_BYTES = 1 << 30
 # A number that no queue reaches, because each queued group has a slot.
-_BOUND = 1 << 30
+_QUEUE_BOUND = 1 << 30
 # Only senders with a rank below this number have a metric of their own, because each metric is a column of every step.
 _NAMED_RANKS = 64
 
@@ -109,7 +109,7 @@ class Departures:
         self._connect = connect
         self._epoch = epoch
         edge: tuple[QueueSender[tuple[Group, float]], QueueReceiver[tuple[Group, float]]]
-        edge = open_queue("departures", _BOUND, ports.recorder)
+        edge = open_queue("departures", _QUEUE_BOUND, ports.recorder)
         self._queue_in, self._queue = edge
         self._credits = anyio.Semaphore(UNACKNOWLEDGED)
 
@@ -133,8 +133,7 @@ class Departures:
             async for group, since in self._queue:
                 with recorder.wait("departures", "a credit", on="training ranks", cause="slots"):
                     await self._credits.acquire()
-                waited_s = anyio.current_time() - since
-                spawn(sends, f"departure of group {group.group_id}", self._send, group, waited_s)
+                spawn(sends, f"departure of group {group.group_id}", self._send, group, anyio.current_time() - since)
 
     async def _send(self, group: Group, waited_s: float) -> None:
         ports, ticket = self._ports, group.ticket
@@ -183,7 +182,7 @@ class _Arrival:
     group: Group
     sender: int
     # True: the group is stored here, or nobody needs it. False: the training has ended.
-    kept: asyncio.Future[bool]
+    accepted: asyncio.Future[bool]
 
 
 class Arrivals:
@@ -201,7 +200,8 @@ class Arrivals:
     def __init__(self, ports: Ports, epoch: int) -> None:
         self._ports = ports
         self._epoch = epoch
-        edge: tuple[QueueSender[_Arrival], QueueReceiver[_Arrival]] = open_queue("arrivals", _BOUND, ports.recorder)
+        edge: tuple[QueueSender[_Arrival], QueueReceiver[_Arrival]]
+        edge = open_queue("arrivals", _QUEUE_BOUND, ports.recorder)
         self._queue_in, self._queue = edge
         self._unanswered: set[asyncio.Future[bool]] = set()
 
@@ -215,17 +215,17 @@ class Arrivals:
         except (DataError, RecordError) as error:
             return {"refusal": str(error), "ended": False}, ()
         arrival = _Arrival(group, header["sender"], asyncio.get_running_loop().create_future())
-        self._unanswered.add(arrival.kept)
+        self._unanswered.add(arrival.accepted)
         try:
             self._queue_in.put_nowait(arrival)
-            kept = await arrival.kept
+            accepted = await arrival.accepted
         except anyio.ClosedResourceError:
-            kept = False
+            accepted = False
         finally:
-            self._unanswered.discard(arrival.kept)
-        if kept:
+            self._unanswered.discard(arrival.accepted)
+        if accepted:
             self._count(arrival.sender, len(buffers[0]), header["waited"])
-        return {"refusal": "", "ended": not kept}, ()
+        return {"refusal": "", "ended": not accepted}, ()
 
     def _count(self, sender: int, size: int, waited_s: float) -> None:
         count = self._ports.recorder.count
@@ -243,12 +243,12 @@ class Arrivals:
                     # A cancellation must not come between the move and the rows.
                     with anyio.CancelScope(shield=True):
                         lost = await self._keep(arrival)
-                    if not arrival.kept.done():
-                        arrival.kept.set_exception(lost) if lost else arrival.kept.set_result(True)
+                    if not arrival.accepted.done():
+                        arrival.accepted.set_exception(lost) if lost else arrival.accepted.set_result(True)
         finally:
-            for kept in self._unanswered:
-                if not kept.done():
-                    kept.set_result(False)
+            for accepted in self._unanswered:
+                if not accepted.done():
+                    accepted.set_result(False)
 
     async def _keep(self, arrival: _Arrival) -> RankLost | None:
         """Keep the group if this rank needs the group. Returns an error if rank 0 counts the sender as lost."""

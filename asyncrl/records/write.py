@@ -157,7 +157,7 @@ def _jagged(section: int, spec: Spec, data: Sequence[Any], lengths: list[int], t
     dtype = spec.dtypes[0]
     if [len(a) for a in data] != lengths:
         raise RecordError(
-            f"section {Section(section).name}: one array a member with the lengths of TOKENS {lengths} expected, "
+            f"section {Section(section).name}: expected one array per member, with the lengths of TOKENS {lengths}; "
             f"found {[len(a) for a in data]}"
         )
     dtypes = {getattr(array, "dtype", None) for array in data} if spec.inner else set()

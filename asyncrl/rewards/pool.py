@@ -239,7 +239,7 @@ class RewardPool:
             try:
                 return await self._start()
             except (RewardTimeout, RewardCrash) as error:
-                logger.warning("%s; another is started (%d of at most %d times)", error, tries, MOST_STARTS - 1)
+                logger.warning("%s; another worker is started (%d of at most %d times)", error, tries, MOST_STARTS - 1)
         return await self._start()
 
     async def _wait_ended(self, process: RewardWorker) -> None:
@@ -299,7 +299,7 @@ class RewardPool:
                 raise LifecycleError("the reward pool was closed while a group waited for a worker")
             if self._broken is not None:
                 raise RewardError(f"reward workers cannot be replaced: {self._broken}") from self._broken
-            if (process := self._with_room(call)) is not None:
+            if (process := self._worker_with_room(call)) is not None:
                 process.calls.add(call)
                 return process
             await self._changed.wait()
@@ -309,9 +309,9 @@ class RewardPool:
         self._changed.set()
         self._changed = anyio.Event()
 
-    def _with_room(self, call: RewardCall) -> RewardWorker | None:
+    def _worker_with_room(self, call: RewardCall) -> RewardWorker | None:
         """The worker with the fewest running calls among the workers with room for this call; None if there is none. An isolated
-        call needs a worker without calls. If there is none, `_with_room` reserves one worker: no other call begins there."""
+        call needs a worker without calls. If there is none, `_worker_with_room` reserves one worker: no other call begins there."""
         serving = [process for process in self._alive if process.serving and not process.hung_up]
         serving.sort(key=lambda process: (len(process.calls), process.slot))
         if call.isolated:
@@ -391,7 +391,7 @@ class RewardPool:
             texts = await self._run_model(
                 model, lambda: [model.tokenize(prompt.prompt, t.completion) for t in trajectories], "texts"
             )
-            valid = [index for index, text in enumerate(texts) if 0 < len(text) <= model.longest]
+            valid = [index for index, text in enumerate(texts) if 0 < len(text) <= model.max_text_tokens]
             for batch in model.batches([texts[index] for index in valid]):
                 indices = [valid[i] for i in batch]
                 work = partial(model.scores, [texts[index] for index in indices])
@@ -578,6 +578,6 @@ def _reason_of(label: str, model: RewardModel, text: list[int], score: float | N
     if not text:
         return f"{label} was given a text without a token; check its tokenizer and the completion"
     return (
-        f"{label}: a text has {len(text)} tokens, but the model takes at most {model.longest}, and texts are never cut; lower "
-        "rollout.max_tokens, raise `max_tokens` of the reward model if it allows more, or set reward.on_error=none"
+        f"{label}: a text has {len(text)} tokens, but the model takes at most {model.max_text_tokens}, and texts are never cut; "
+        "lower rollout.max_tokens, raise `max_tokens` of the reward model if it allows more, or set reward.on_error=none"
     )

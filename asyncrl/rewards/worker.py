@@ -129,9 +129,8 @@ def as_list(answer: Any, completions: int) -> list[Any]:
     sized = hasattr(answer, "__getitem__") and hasattr(answer, "__len__")
     indexed = sized and len(getattr(answer, "shape", (0,))) == 1  # a list has no shape, but one dimension
     if refused or not (indexed or isinstance(answer, Iterator)):
-        raise UsageError(
-            f"it returned {brief(answer)}; expected a list of {completions} numbers or None, in the order of the completions"
-        )
+        wanted = f"a list with a number or None for each of the {completions} completions, in their order"
+        raise UsageError(f"it returned {brief(answer)}; expected {wanted}")
     values = list(plain(answer))
     if len(values) != completions:
         raise UsageError(f"it returned {len(values)} values for {completions} completions")
@@ -212,11 +211,11 @@ class SocketSession:
         self._data = bytearray()  # the received part of a message
         self._tasks: dict[int, asyncio.Task[None]] = {}  # coroutines by request
         self._waiting: deque[tuple[int, dict[str, Any]]] = deque()  # requests for `_run_sync`
-        self._over = False  # the socket is closed
+        self._socket_closed = False  # the socket is closed
 
     def serve(self) -> None:
         """Serve requests until the run closes the socket."""
-        while not self._over:
+        while not self._socket_closed:
             self._loop.add_reader(self._sock, self._receive)
             try:
                 self._loop.run_forever()
@@ -234,7 +233,7 @@ class SocketSession:
         except OSError:  # the run was killed
             data = b""
         if not data:
-            self._over = True
+            self._socket_closed = True
             self._loop.stop()
         self._data += data
         while (message := decode(self._data)) is not None:
@@ -261,7 +260,7 @@ class SocketSession:
         log = Log()
         answer: Any
         try:
-            answer = _content(await self._functions[request["function"]].begin(request, log), log, request)
+            answer = _answer_fields(await self._functions[request["function"]].begin(request, log), log, request)
         # Includes SystemExit and CancelledError: they end this call, and not the worker.
         except BaseException as error:
             answer = error
@@ -278,7 +277,7 @@ class SocketSession:
                 answer = self._functions[request["function"]].begin(request, log)
                 if inspect.isawaitable(answer):  # although the function is no `async def`
                     answer = self._loop.run_until_complete(asyncio.wait_for(answer, None))
-                answer = _content(answer, log, request)
+                answer = _answer_fields(answer, log, request)
         except BaseException as error:
             answer = error
         # Stop an alarm that the function has set: it must not go off in the next call.
@@ -293,21 +292,21 @@ class SocketSession:
         return {"pid": self._pid, "functions": found}
 
     def _reply(self, number: int, request: dict[str, Any], answer: Any) -> None:
-        """Send a reply. `answer`: the result of `_content` or `_load`, or the error that was raised."""
+        """Send a reply. `answer`: the result of `_answer_fields` or `_load`, or the error that was raised."""
         self._exit_if_forked()
         memory = anonymous_bytes()
         # The first call of a function may load models and tables that stay in memory. This growth is not a leak.
         if request.get("function") not in self._called:
             self._called.add(request.get("function"))
             self._baseline = memory
-        if self._over:  # the call was cancelled because the socket is closed
+        if self._socket_closed:  # the call was cancelled because the socket is closed
             return
         failed = isinstance(answer, BaseException)
         result: Any = {"error": describe_error(answer, not self._functions)} if failed else {"answer": answer}
         try:
             self._sock.sendall(encode({"id": number, "grown": max(0, memory - self._baseline), **result}))
         except OSError:  # the run was killed
-            self._over = True
+            self._socket_closed = True
             self._loop.stop()
 
     def _exit_if_forked(self) -> None:
@@ -316,7 +315,7 @@ class SocketSession:
             os._exit(0)
 
 
-def _content(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
+def _answer_fields(answer: Any, log: Log, request: dict[str, Any]) -> dict[str, Any]:
     """The fields of `calls.Answer`. In mappings, the values that are not scores are logged."""
     completions, parts = request["completions"], request["components"]
     values = as_list(answer, completions)

@@ -15,7 +15,7 @@ from asyncrl.concurrency.offload import offload
 from asyncrl.config.methods import flat_values
 from asyncrl.config.resolve import last_version, row_limit, turns_bound
 from asyncrl.config.schema import Config
-from asyncrl.data.prompts import EMBEDDED_GROUPS
+from asyncrl.data.prompts import FIRST_OUTSIDE_GROUP
 from asyncrl.data.replay import ReplayBuffer
 from asyncrl.data.store import Store
 from asyncrl.data.texts import CompletionText
@@ -170,11 +170,11 @@ async def _open_role_parts(run: OpenRun) -> None:
 
 
 def _first_group(run: OpenRun) -> int:
-    """The first id for groups of a program or a door (door.py). Prompts of the run's data have ids below `EMBEDDED_GROUPS`."""
+    """The first id for groups of a program or a door (door.py). Prompts of the run's data have ids below `FIRST_OUTSIDE_GROUP`."""
     rank = run.world.rank
     # A run whose ranks have different roles refuses submitted groups.
     if run.saved is None or run.world.roles.differ:
-        return EMBEDDED_GROUPS + rank
+        return FIRST_OUTSIDE_GROUP + rank
     return run.saved.next_group(rank)
 
 

@@ -41,8 +41,8 @@ from asyncrl.telemetry.machine import BFLOAT16, cpu_flags, instruction_set
 
 from .directory import RunDirectory
 from .inputs import check_code, check_inputs, require_free_lanes, row_count
-from .memory import fit_card
-from .placement import Cards, choose_engine
+from .memory import fit_gpu
+from .placement import Gpus, choose_engine
 from .progress import Stages
 
 
@@ -83,7 +83,7 @@ async def decide(
         world = World.from_env()
         world.roles = Roles.resolve(config.distributed, world.world_size)
         if world.roles.listens:
-            require_secret("distributed.listen is set, so nodes may join that know the secret of the run")
+            require_secret("distributed.listen is set, so nodes that know the secret of the run may join")
     engine_was_auto = config.generation.engine == "auto"
     # If there is no source of prompts, the program that embeds the Runtime submits groups.
     submitted = prompts is None and config.data.train is None and config.door.ring is None
@@ -107,40 +107,39 @@ async def decide(
 
 
 def choose_settings(
-    config: Config, world: World, cards: Cards | None = None, **program: Any
+    config: Config, world: World, gpus: Gpus | None = None, **program: Any
 ) -> tuple[Config, torch.device, tuple[str, ...]]:
-    """(the resolved configuration, the device, sentences about automatic choices). Blocks. `cards`: the GPUs; None: those that
+    """(the resolved configuration, the device, sentences about automatic choices). Blocks. `gpus`: the GPUs; None: those that
     torch sees. `program`: further arguments of `resolve`. Errors: ConfigError."""
-    config, device, lines = choose_dtype(config, world.local_rank, world.local_world_size, cards)
+    config, device, lines = choose_dtype(config, world.local_rank, world.local_world_size, gpus)
     config, engine_lines = choose_engine(config, device)
     roles = world.roles
     resolve_settings = partial(resolve, world_size=len(roles.leaders), generating=len(roles.generate), **program)
-    config, card_lines = fit_card(config, device, world, resolve_settings, cards)
-    return config, device, (*lines, *card_lines, *engine_lines)
+    config, gpu_lines = fit_gpu(config, device, world, resolve_settings, gpus)
+    return config, device, (*lines, *gpu_lines, *engine_lines)
 
 
 def choose_dtype(
-    config: Config, local_rank: int = 0, ranks: int = 1, cards: Cards | None = None
+    config: Config, local_rank: int = 0, ranks: int = 1, gpus: Gpus | None = None
 ) -> tuple[Config, torch.device, tuple[str, ...]]:
     """Returns (the configuration with `model.dtype` and `data.date` filled in, the device, sentences for the terminal). Call before
-    `resolve`. With `train.kind: dry_run`: `config` itself, and the CPU. `ranks`: number of ranks on this machine. `cards`: the
+    `resolve`. With `train.kind: dry_run`: `config` itself, and the CPU. `ranks`: number of ranks on this machine. `gpus`: the
     GPUs; None: those that torch sees. Errors: ConfigError for a device that this machine does not have."""
     if config.train.kind != "torch":
         return config, torch.device("cpu"), ()
-    cards = cards or Cards()
-    device = choose_device(config.model.device, local_rank, ranks, cards)
+    gpus = gpus or Gpus()
+    device = choose_device(config.model.device, local_rank, ranks, gpus)
     directory = RunDirectory(config)
-    resumes = directory.resumes and directory.config_file.exists()
-    saved = load_config([directory.config_file]) if resumes else None
+    saved = load_config([directory.config_file]) if directory.resumes and directory.config_file.exists() else None
     dtype, reason = config.model.dtype, "model.dtype"
     if dtype == "auto":
-        dtype, reason = best_dtype(device, cards)
+        dtype, reason = best_dtype(device, gpus)
         saved_dtype = "auto" if saved is None else saved.model.dtype
         if saved_dtype not in ("auto", dtype):
             new_run = f"a new run on this machine would use {dtype}: {reason}"
             dtype, reason = saved_dtype, f"the dtype at the start of the run; {new_run}"
     lines = [f"matrix products in {dtype} on {device.type} ({reason})"]
-    if dtype == "bfloat16" and best_dtype(device, cards)[0] != dtype:
+    if dtype == "bfloat16" and best_dtype(device, gpus)[0] != dtype:
         lines.append(
             f"note: this {device.type.upper()} has no instructions for bfloat16: the emulation takes 2 to 17 times as long as "
             "float32; set model.dtype to float32 or auto in a new run"
@@ -151,11 +150,11 @@ def choose_dtype(
     return config.model_copy(update={"model": model, "data": data}), device, tuple(lines)
 
 
-def choose_device(name: str, local_rank: int, ranks: int = 1, cards: Cards | None = None) -> torch.device:
+def choose_device(name: str, local_rank: int, ranks: int = 1, gpus: Gpus | None = None) -> torch.device:
     """The device for `name` (`model.device`). `cuda`: the GPU of this rank. `auto`: the GPU of this rank, or the CPU if torch sees
-    no GPU. A GPU is returned with its index, since some calls of torch need the index. `ranks`, `cards`: as for `choose_dtype`.
+    no GPU. A GPU is returned with its index, since some calls of torch need the index. `ranks`, `gpus`: as for `choose_dtype`.
     Errors: ConfigError if there is no such GPU, if `name` has an index and `ranks` > 1, or if 1 < number of GPUs < `ranks`."""
-    count = (cards or Cards()).count
+    count = (gpus or Gpus()).count
     if name == "auto" and not count:
         return torch.device("cpu")
     device = torch.device("cuda" if name == "auto" else name)
@@ -177,16 +176,16 @@ def choose_device(name: str, local_rank: int, ranks: int = 1, cards: Cards | Non
         return torch.device("cuda", 0)
     if count < ranks:
         raise ConfigError(
-            f"{ranks} ranks on this machine, and torch sees {count} GPUs: start as many ranks as there are GPUs, show torch more "
-            "GPUs (CUDA_VISIBLE_DEVICES), or set model.device=cpu"
+            f"{ranks} ranks run on this machine, and torch sees {count} GPUs: start as many ranks as there are GPUs, show torch "
+            "more GPUs (CUDA_VISIBLE_DEVICES), or set model.device=cpu"
         )
     return torch.device("cuda", local_rank)
 
 
-def best_dtype(device: torch.device, cards: Cards | None = None) -> tuple[DtypeName, str]:
+def best_dtype(device: torch.device, gpus: Gpus | None = None) -> tuple[DtypeName, str]:
     """(the dtype that `model.dtype: auto` means on this device, the reason)."""
     if device.type == "cuda":
-        name, (major, minor) = (cards or Cards()).describe(device)
+        name, (major, minor) = (gpus or Gpus()).describe(device)
         reason = f"auto: {name}, compute capability {major}.{minor}"
         return ("bfloat16" if major >= 8 else "float32"), reason
     if not cpu_flags().isdisjoint(BFLOAT16) and torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -356,9 +356,9 @@ def _check_model(source: str, setting: str) -> None:
     require_intact_model(Path(source), setting)
 
 
-def _has_agents(config: Config, own_environment: bool = False) -> bool:
-    """Whether agents play the episodes. Rows for agents may lack a prompt. `own_environment`: the program passes an environment."""
-    return own_environment or config.rollout.environment != "single_turn"
+def _rows_may_lack_prompt(config: Config, environment_passed: bool = False) -> bool:
+    """Whether agents play the episodes. Rows for agents may lack a prompt. `environment_passed`: the program passes an environment."""
+    return environment_passed or config.rollout.environment != "single_turn"
 
 
 def _read_rows(config: Config, source: str, own_environment: bool = False) -> None:
@@ -366,7 +366,7 @@ def _read_rows(config: Config, source: str, own_environment: bool = False) -> No
     rows = load_rows(source)
     is_cheap = not isinstance(rows, IndexedRows)  # IndexedRows call user code for each row
     # The constructor checks that there are rows, and that the first row has a prompt.
-    prompts = PromptSource(rows, None, config.data, for_agents=_has_agents(config, own_environment))
+    prompts = PromptSource(rows, None, config.data, for_agents=_rows_may_lack_prompt(config, own_environment))
     prompts.check_first_rows(_CHECKED_ROWS if is_cheap else 1)
     _sources_read[source] = rows, columns_of(rows, config)
 
@@ -414,7 +414,7 @@ def measure_prompts(config: Config, passed: PromptRows | None = None, own_enviro
     _check_sampling(config)
     if config.rollout.max_context is not None:
         return PromptLengths(limit, "rollout.max_context - rollout.max_tokens")
-    if _has_agents(config, own_environment):
+    if _rows_may_lack_prompt(config, own_environment):
         return PromptLengths(limit, "data.max_prompt_tokens: the environment writes prompts of its own")
     if passed is None and config.data.train is None:
         return PromptLengths(limit, "data.max_prompt_tokens: the prompts arrive during the run")
@@ -459,7 +459,8 @@ def first_prompts(config: Config, count: int) -> tuple[list[tuple[Prompt, str]],
 
     tokenizer = load_tokenizer_of(config.model)
     rows = rows_of(config.data.train)
-    source = PromptSource(rows, tokenizer, config.data, seed=config.seed, max_epochs=1, for_agents=_has_agents(config))
+    agents = _rows_may_lack_prompt(config)
+    source = PromptSource(rows, tokenizer, config.data, seed=config.seed, max_epochs=1, for_agents=agents)
     shown = [(prompt, decode(tokenizer, prompt.ids.tolist())) for prompt in islice(iter(source.next, None), count)]
     return shown, source.notes()
 
@@ -477,7 +478,7 @@ def load_prompts(
         rows = load_rows([{"prompt": f"dry-run prompt number {number}"} for number in range(256)])
     # If roles differ, only the cursor of rank 0 moves. Rank 0 sends group ids, and generating ranks read the prompts of these ids.
     one_cursor, needed = world.roles.differ, world.generates or world.is_first
-    agents = _has_agents(config, own_environment)
+    agents = _rows_may_lack_prompt(config, own_environment)
     prompts: PromptSource | None = None
     held_out: list[Prompt] = []
     notes: list[str] = []

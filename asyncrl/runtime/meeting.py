@@ -85,8 +85,8 @@ async def _leave_ranks(run: OpenRun, kind: object, *_: object) -> None:
             await line.aclose()
     if missing and not failed:
         raise RankLost(
-            f"{' and '.join(missing)} did not end within {_LEAVE_S:g} s after rank 0: a process hangs, or a machine is lost. "
-            "Rank 0 has written all its files; see the output of the rank that did not end"
+            f"{' and '.join(missing)} did not end within {_LEAVE_S:g} s after rank 0, or {'was' if len(missing) == 1 else 'were'} "
+            "lost. Rank 0 has written all its files; see the output of the rank that did not end"
         )
 
 

@@ -34,7 +34,7 @@ from asyncrl.models.routing import EXPERTS
 from asyncrl.training.sharded import blocks_of
 
 from .inputs import PromptLengths
-from .placement import GIB, Cards, Placement, place
+from .placement import GIB, Gpus, Placement, place
 
 # Bytes per parameter that `replicate` keeps on each rank with bfloat16: float32 master, gradient and two moments; working copy.
 _STATE = 18
@@ -91,10 +91,10 @@ def predicted(
     described = describe_module(config.model)
     text, itemsize = described.config.get_text_config(), DTYPES[config.model.dtype].itemsize
     parts = _weight_parts(config, described, ranks, placement, cut or Cut(ranks))
-    longest = _longest(config, prompts)
+    longest_prompt = _longest_prompt(config, prompts)
     if placement.trains:
         path = path or _guess_path(described)
-        parts["microbatch"] = _microbatch_bytes(config, described, path, longest, placement.trainer.type)
+        parts["microbatch"] = _microbatch_bytes(config, described, path, longest_prompt, placement.trainer.type)
     if placement.generates:
         parts["cache"] = _attention_layers(text) * _position_width(text) * itemsize * kv_positions(config, prompts)
     if placement.workers:
@@ -150,14 +150,14 @@ def _weight_parts(
 
 def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPath, prompt: int, device: str) -> int:
     text, itemsize = described.config.get_text_config(), DTYPES[config.model.dtype].itemsize
-    siblings = config.distributed.context
+    sibling_count = config.distributed.context
     if config.distributed.sharding == "fsdp" and path == FUSED:
         path = PACKED  # a sharded model trains through its own modules
     completion = config.rollout.max_tokens
     context = prompt + completion
     layers, hidden, vocabulary = int(text.num_hidden_layers), int(text.hidden_size) * itemsize, int(text.vocab_size)
     heads, wide = _heads(text), max(itemsize, 4)
-    tokens = -(-config.train.tokens_per_microbatch // siblings)
+    tokens = -(-config.train.tokens_per_microbatch // sibling_count)
     # `row_tokens`: tokens of all rows. For backward, attention keeps `score` bytes a score, and `operands` bytes a token (q, k, v).
     row_tokens, score, operands = float(tokens), 0, 0
     key_width, value_width = _head_widths(text)
@@ -174,7 +174,7 @@ def _microbatch_bytes(config: Config, described: PreTrainedModel, path: ModelPat
     elif device == "cpu":
         # Attention keeps its weights if all rows are short (models/attention/rows.py). Each of the `siblings` ranks has some heads.
         scores = max(completion * context, prompt**2) * 4 * heads
-        score = itemsize if scores <= row_bytes(itemsize) * siblings else 0
+        score = itemsize if scores <= row_bytes(itemsize) * sibling_count else 0
     kept, temporary = (row_tokens * itemsize * size for size in _widths(described, path, wide // itemsize))
     kept += row_tokens * (score * heads * context + operands) * _attention_layers(text)
     temporary /= layers
@@ -261,12 +261,12 @@ def _attention_layers(text: Any) -> int:
 
 
 def cut_model(
-    config: Config, device: torch.device, world: World, placement: Placement | None = None, cards: Cards | None = None
+    config: Config, device: torch.device, world: World, placement: Placement | None = None, gpus: Gpus | None = None
 ) -> Cut:
     """How `distributed.sharding: fsdp` cuts the model. Depends on the total memory and not on the free memory, so that ranks choose
     the same cut."""
     ranks, per_machine = len(world.roles.train), world.local_world_size
-    memory = (cards or Cards()).memory(device) if device.type == "cuda" else _meminfo("MemTotal") // per_machine
+    memory = (gpus or Gpus()).memory(device) if device.type == "cuda" else _meminfo("MemTotal") // per_machine
     # If training ranks fill whole machines, several ranks on each, each machine may hold a copy. If not, all ranks share a copy.
     fills_machines = ranks % per_machine == 0 and world.roles.train == tuple(range(ranks))
     shards = per_machine if per_machine > 1 and fills_machines else ranks
@@ -276,16 +276,16 @@ def cut_model(
     return Cut(ranks)
 
 
-def fit_card(
-    config: Config, device: torch.device, world: World, resolve: Callable[[Config], Config], cards: Cards | None = None
+def fit_gpu(
+    config: Config, device: torch.device, world: World, resolve: Callable[[Config], Config], gpus: Gpus | None = None
 ) -> tuple[Config, list[str]]:
     """(the resolved configuration, lines for the user). With the trainer on a GPU, chooses `distributed.sharding` and
     `train.tokens_per_microbatch` if the user left them out. All ranks must choose the same, so the choice depends on the total
     memory of a GPU and not on its free memory. Errors: ConfigError, those of `resolve`."""
     if device.type != "cuda" or config.train.kind != "torch":
         return resolve(config), []
-    lines, cards = [], cards or Cards()
-    memory, name = cards.memory(device), cards.describe(device)[0]
+    lines, gpus = [], gpus or Gpus()
+    memory, name = gpus.memory(device), gpus.describe(device)[0]
     state, training = _STATE * parameter_count(config.model), len(world.roles.train)
     if training > 1 and "sharding" not in config.distributed.model_fields_set and state > _MAX_STATE * memory:
         why = f"left out; replicate takes {state / GIB:.0f} GiB for the state on each {name}"
@@ -301,7 +301,7 @@ def fit_card(
         return resolve(config), lines
     for tokens in (size for size in _MICROBATCHES if size >= row_limit(config)):
         chosen = resolve(with_values(config, {"train.tokens_per_microbatch": tokens}))
-        placement = place(chosen, device, replace(world, rank=0), None, cards)  # a rank that trains
+        placement = place(chosen, device, replace(world, rank=0), None, gpus)  # a rank that trains
         if sum(predicted(chosen, training, placement=placement).values()) <= _MAX_USED * memory:
             break
     else:
@@ -320,12 +320,12 @@ def worker_parts(config: Config, placement: Placement, cache: int) -> dict[str, 
 
 def kv_positions(config: Config, prompts: PromptLengths | None = None) -> int:
     """Positions in the engine's cache: as configured. If not: enough for `engine.max_sequences` sequences of the largest length."""
-    configured, sequences = config.engine.kv_positions, config.engine.max_sequences
+    sequences, tokens = config.engine.max_sequences, _longest_prompt(config, prompts) + config.rollout.max_tokens
     assert sequences is not None
-    return configured or max(sequences * (_longest(config, prompts) + config.rollout.max_tokens), row_limit(config))
+    return config.engine.kv_positions or max(sequences * tokens, row_limit(config))
 
 
-def _longest(config: Config, prompts: PromptLengths | None) -> int:
+def _longest_prompt(config: Config, prompts: PromptLengths | None) -> int:
     return row_limit(config) - config.rollout.max_tokens if prompts is None else prompts.longest
 
 
@@ -345,10 +345,10 @@ def table(parts: dict[str, int]) -> str:
     return "\n".join([*lines, f"  {'total':<{width}}  {sum(parts.values()) / GIB:8.3f} GiB"])
 
 
-def memory_warnings(parts: dict[str, int], device: torch.device, cards: Cards | None = None) -> list[str]:
+def memory_warnings(parts: dict[str, int], device: torch.device, gpus: Gpus | None = None) -> list[str]:
     """A list with a warning if the forecast is above the free memory of the device; else an empty list."""
     total = sum(parts.values())
-    free = (cards or Cards()).free(device) if device.type == "cuda" else _meminfo("MemAvailable")
+    free = (gpus or Gpus()).free(device) if device.type == "cuda" else _meminfo("MemAvailable")
     if total <= free:
         return []
     return [

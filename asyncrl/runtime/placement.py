@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 PLAIN_MESSAGE = "runs on the plain path, whose states and caches have not been compared with vLLM's"
 
 
-class Cards:
+class Gpus:
     """The GPUs that torch sees in this process."""
 
     @property
@@ -55,7 +55,7 @@ class Cards:
 
 
 @dataclass(frozen=True, slots=True)
-class AssumedCards(Cards):
+class AssumedGpus(Gpus):
     """GPUs that a plan assumes: `nodes` machines with `per_node` GPUs each. `name`: the kind of the GPUs, a key of KNOWN."""
 
     nodes: int
@@ -63,7 +63,7 @@ class AssumedCards(Cards):
     name: str
 
     @classmethod
-    def parse(cls, text: str) -> AssumedCards:
+    def parse(cls, text: str) -> AssumedGpus:
         """From `8xH100`, or `2x8xH100` for two machines. Errors: ConfigError."""
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", text)
         kinds = {name.lower(): name for name in KNOWN}
@@ -191,12 +191,12 @@ def longest_row(text: Any) -> int | None:
 
 
 def place(
-    config: Config, device: torch.device, world: World, weights: int | None = None, cards: Cards | None = None
+    config: Config, device: torch.device, world: World, weights: int | None = None, gpus: Gpus | None = None
 ) -> Placement:
     """The placement of this rank, whose trainer is on `device`. `weights`: number of weights of the model; None: not known.
-    `cards`: the machine's GPUs; None: the GPUs that torch sees. Errors: ConfigError for a device whose memory workers cannot share,
+    `gpus`: the machine's GPUs; None: the GPUs that torch sees. Errors: ConfigError for a device whose memory workers cannot share,
     or if vLLM is chosen and not installed."""
-    count = (cards or Cards()).count
+    count = (gpus or Gpus()).count
     generation = config.generation
     vllm = generation.engine == "vllm"
     configured = bool(generation.workers or generation.threads or generation.devices)

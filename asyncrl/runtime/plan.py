@@ -21,18 +21,18 @@ from .decided import choose_device, choose_settings
 from .directory import RunDirectory
 from .inputs import measure_prompts, row_count
 from .memory import cut_model, kv_positions, memory_warnings, predicted, table, worker_parts
-from .placement import AssumedCards, Cards, embedded_on_plain_path, place
+from .placement import AssumedGpus, Gpus, embedded_on_plain_path, place
 
 if TYPE_CHECKING:
     from .gate import Verdict
 
 
-def plan(config: Config, assumed: AssumedCards | None = None) -> str:
+def plan(config: Config, assumed: AssumedGpus | None = None) -> str:
     """The text of `--dry-run`: resolved configuration, slots, staleness bound, predicted memory. `assumed`: GPUs to plan for
     instead of those of this machine. Writes nothing. Call `check_start` first. Errors: ConfigError, DataError."""
-    cards, world = assumed or Cards(), _planned_world(config, assumed)
+    gpus, world = assumed or Gpus(), _planned_world(config, assumed)
     engine_was_auto = config.generation.engine == "auto"
-    config, device, choices = choose_settings(config, world, cards)
+    config, device, choices = choose_settings(config, world, gpus)
     verdict = _verdict(config) if config.train.kind == "torch" else None
     if engine_was_auto and verdict is not None:
         config, plain_lines = embedded_on_plain_path(config, verdict.path.name)
@@ -53,21 +53,21 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
         missing_ends, missing_text = text_notes(config, describe_module(config.model), load_tokenizer_of(config.model))
         prompts = measure_prompts(config)
         weights = parameter_count(config.model)
-        place_rank = partial(place, config, device, weights=weights, cards=cards)
+        place_rank = partial(place, config, device, weights=weights, gpus=gpus)
         placements = {name: place_rank(each) for name, each in _kinds(world).items()}
         cut = None
         if config.distributed.sharding == "fsdp":
-            cut = cut_model(config, device, world, next(iter(placements.values())), cards)
+            cut = cut_model(config, device, world, next(iter(placements.values())), gpus)
         predict = partial(predicted, config, len(world.roles.train), prompts, verdict.path, cut=cut)
         memory: list[str] = []
         for name, placed in placements.items():
             memory += [f"predicted memory of {name}:", table(parts := predict(placed))]
-            memory += _notes(memory_warnings(parts, device, cards))
+            memory += _notes(memory_warnings(parts, device, gpus))
             if placed.workers and placed.on_other_device(0):
                 # `devices=()`: as if the engine were on the trainer's device, with the cache of all workers together.
                 worker = worker_parts(config, placed, predict(replace(placed, devices=()))["cache"])
                 memory += ["predicted memory of one worker:", table(worker)]
-                memory += _notes(memory_warnings(worker, placed.devices[0], cards))
+                memory += _notes(memory_warnings(worker, placed.devices[0], gpus))
         lines += [
             *choices,
             *([] if cut is None else [cut.line(len(world.roles.train))]),
@@ -83,7 +83,7 @@ def plan(config: Config, assumed: AssumedCards | None = None) -> str:
     return "\n".join([*lines, *_notes(warnings(config, row_count(config))), *([restart] if restart else [])])
 
 
-def _planned_world(config: Config, assumed: AssumedCards | None) -> World:
+def _planned_world(config: Config, assumed: AssumedGpus | None) -> World:
     """The World of rank 0 (under torchrun: of this rank) in the planned run, with the roles of all ranks. Errors: ConfigError."""
     world = World.from_env()
     if assumed is not None:
@@ -113,7 +113,7 @@ def _notes(lines: Sequence[str]) -> list[str]:
     return [f"note: {line}" for line in lines]
 
 
-def _roles(config: Config, world: World, weights: int, assumed: AssumedCards) -> list[str]:
+def _roles(config: Config, world: World, weights: int, assumed: AssumedGpus) -> list[str]:
     """The GPUs on which each rank of the first machine trains and generates, and the command that starts the run. If ranks have
     different roles, the ranks of all machines are listed."""
     ranks, nodes = world.local_world_size, assumed.nodes

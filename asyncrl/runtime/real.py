@@ -165,10 +165,10 @@ async def _compare_reward_models(run: OpenRun) -> None:
         (first, expected), _ = await run.line.ask(REWARD_MODELS, [rank, found])
     else:
         first, expected = run.first_rewards = run.first_rewards or (rank, found)
-    for model, each, one, other in zip(models, run.config.reward.model, found, expected, strict=True):
-        if one != other:
+    for model, settings, digest, expected_digest in zip(models, run.config.reward.model, found, expected, strict=True):
+        if digest != expected_digest:
             raise ConfigError(
-                f"reward.model: {model.name!r} ({each.path}) has other weights, another vocabulary or another chat template on "
+                f"reward.model: {model.name!r} ({settings.path}) has other weights, another vocabulary or another chat template on "
                 f"rank {rank} than on rank {first}; give all ranks the same files"
             )
 

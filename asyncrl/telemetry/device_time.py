@@ -135,7 +135,7 @@ class DeviceTimes:
                 self._pending.popleft()
         except RuntimeError:
             # The error is not lost: the closure's calls of the device raise it, too.
-            self._give_up()
+            self._use_host_times()
 
     def _place(self, pair: EventPair, now: float) -> None:
         assert self._reference is not None
@@ -156,9 +156,9 @@ class DeviceTimes:
 
     def _fail(self) -> None:
         with self._lock:
-            self._give_up()
+            self._use_host_times()
 
-    def _give_up(self) -> None:
+    def _use_host_times(self) -> None:
         """Use the host's times from now on."""
         for pair in self._pending:
             if pair is not self._running:

@@ -273,7 +273,7 @@ class MlflowSink:
         self._thread.join(_MLFLOW_CLOSE_S)
         # `qsize` counts the end marker, but not the step that is being sent. So `qsize` is the number of lacking steps.
         if self._thread.is_alive() and (lacking := self._queue.qsize()):
-            logger.warning("mlflow lacks %d steps, for which its store was too slow", lacking)
+            logger.warning("mlflow lacks the last %d steps: its store was too slow", lacking)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

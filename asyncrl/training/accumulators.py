@@ -103,7 +103,8 @@ class Metrics:
         for name, metric in metrics.items():
             value = metric.value.detach().to(torch.float64)
             if name not in self.normalisers:
-                raise ValueError(f"the loss reports {name!r} for this microbatch, but must also do so for an empty one")
+                text = f"the loss reports the metric {name!r} for this microbatch, but not for an empty one"
+                raise ValueError(f"{text}; report the same metrics for every microbatch")
             if name not in self.values:
                 self.values[name] = value
             elif reduction_of(name) == "sum":

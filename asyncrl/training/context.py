@@ -71,18 +71,17 @@ class Share:
         """The attention plan for the tokens of `own`."""
         return TreePlan.of(self._whole) if self._siblings is None else ContextPlan(self._whole, self._siblings)
 
-    def joined(self, logp: Tensor, entropy: Tensor, unknown: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gather_scored(self, logp: Tensor, entropy: Tensor, unknown: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs and entropies [s] of `own` -> [S] of all siblings; 0-d bool `unknown` -> whether any is True. A collective."""
         if self._siblings is None or self._place_S is None:
             return logp, entropy, unknown
-        columns = torch.stack([logp, entropy, unknown.to(logp).expand_as(logp)])
-        gathered: Tensor = _Gather.apply(columns, self._siblings)
+        gathered: Tensor = _Gather.apply(torch.stack([logp, entropy, unknown.to(logp).expand_as(logp)]), self._siblings)
         place_S = to_device(self._place_S, logp.device)
         all_logp, all_entropy = (gathered[:, i].flatten().index_select(0, place_S) for i in range(2))
         is_unknown = gathered[:, 2].detach().any()
         return all_logp, all_entropy if entropy.requires_grad else all_entropy.detach(), is_unknown
 
-    def joined_tokens(self, values: Tensor) -> Tensor:
+    def gather_tokens(self, values: Tensor) -> Tensor:
         """Values [t, ...] of the tokens of `own` -> [T, ...], differentiable. A collective."""
         if self._siblings is None:
             return values

@@ -39,7 +39,7 @@ class DryRunTrainer:
 
         def begin() -> None:
             if self._open is not None:
-                raise TrainStepError("a train step is already open: finish_train_step or abort_train_step comes first")
+                raise TrainStepError("a train step is already open; call finish_train_step or abort_train_step first")
             self._open = []
 
         await self._run(begin, "begin")
@@ -83,7 +83,7 @@ class DryRunTrainer:
 
     def _step(self) -> list[Microbatch]:
         if self._open is None:
-            raise TrainStepError("no train step open; begin_train_step must be called first")
+            raise TrainStepError("no train step is open; call begin_train_step first")
         return self._open
 
     def _finish(self) -> StepResult:

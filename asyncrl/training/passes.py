@@ -80,7 +80,7 @@ class PolicyForward:
             spare=self._spare,
             kernel=policy.head_kernel,
         )
-        logp_S, entropy_S, self.has_unknown_ids = share.joined(logp, entropy, unknown_ids)
+        logp_S, entropy_S, self.has_unknown_ids = share.gather_scored(logp, entropy, unknown_ids)
         return logp_S, entropy_S
 
 

@@ -129,7 +129,7 @@ class ShardedForward:
         if routes is not None:
             routes.require_all()
             unknown_ids = unknown_ids | routes.outside.to(device)
-        logp_S, entropy_S, self.has_unknown_ids = share.joined(logp, entropy, unknown_ids)
+        logp_S, entropy_S, self.has_unknown_ids = share.gather_scored(logp, entropy, unknown_ids)
         return logp_S, entropy_S
 
     def run_empty(self, entropy_grad: bool) -> None:

@@ -185,7 +185,7 @@ class TorchTrainer:
         if self.balance is None or routes is None:
             return inputs, loss(inputs)
         share = Share(batch, self.siblings)
-        routes.logits = {layer: share.joined_tokens(logits) for layer, logits in sorted(routes.logits.items())}
+        routes.logits = {layer: share.gather_tokens(logits) for layer, logits in sorted(routes.logits.items())}
         return inputs, self.balance.sums_with_balance(loss, inputs, balance_of(routes, batch))
 
     def finish_train_step(self) -> StepResult:
@@ -359,7 +359,7 @@ class TorchTrainer:
 
     def _require_open(self) -> TrainStep:
         if self._step is None:
-            raise TrainStepError("no train step open; begin_train_step must be called first")
+            raise TrainStepError("no train step is open; call begin_train_step first")
         if self._step.committed:
             raise TrainStepError(
                 f"the open train step was applied (version {self.version}), but failed afterwards; abort_train_step closes it"
@@ -382,8 +382,8 @@ class TorchTrainer:
         totals = step.counts.over_ranks(self.world, self.policy.device)
         if totals.sequences == 0:
             raise TrainStepError(
-                "this step has no sequence on any rank: the optimizer would move the weights on momentum and decay alone; "
-                "abort the step"
+                "this step has no sequence on any rank: the optimizer would move the weights by momentum and weight decay "
+                "alone; abort the step"
             )
         if totals.unknown_ids:
             invalid = [batch for _, unknown_ids, batch in step.results if unknown_ids]

@@ -27,7 +27,8 @@ NODE = {
     [
         (1.0, None, ""),
         (60.0, None, "written 60 s ago; a live run writes every 5 s: the run was killed, or hangs\n"),
-        (60.0, "run ended: RankLost", "the run has ended 60 s ago: run ended: RankLost\n"),
+        (-9.0, "completed", "the run ended less than 1 s ago: completed\n"),
+        (60.0, "run ended: RankLost", "the run ended 60 s ago: run ended: RankLost\n"),
     ],
 )
 def test_a_list_says_how_old_it_is(
@@ -65,7 +66,7 @@ def test_a_list_says_how_old_it_is(
 
 def test_what_is_no_run_of_several_ranks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
-    assert "is no run directory: it has no config.yaml" in capsys.readouterr().err
+    assert "is not a run directory: it has no config.yaml" in capsys.readouterr().err
     (tmp_path / "config.yaml").touch()
     assert main([str(tmp_path)]) == 2
     assert "has no nodes.json: the run has one rank, or has not started yet" in capsys.readouterr().err

@@ -66,7 +66,7 @@ def test_what_is_owned_is_listed_and_not_cleared_and_a_dead_owners_is(
     assert "1.0 MiB cleared" in capsys.readouterr().out
     assert entry(name) is None
     assert main(["shm", "clear"]) == 0 and main(["shm"]) == 0
-    assert "nothing of asyncrl lies" in capsys.readouterr().out
+    assert "no shared memory segments of asyncrl" in capsys.readouterr().out
     assert main(["shm", "clear", name]) == 1
     assert "no such segment" in capsys.readouterr().err
 
@@ -100,7 +100,7 @@ def test_a_file_that_is_no_segment_is_said_and_can_be_cleared(name: str, capsys:
     path = Path(f"/dev/shm/asyncrl.{name}")
     path.write_bytes(b"x" * 10)
     found = entry(name)
-    assert found is not None and "no whole segment of asyncrl" in found.problem
+    assert found is not None and "not a complete segment of asyncrl" in found.problem
     assert main(["shm", "clear", name]) == 0
     assert not path.exists()
 

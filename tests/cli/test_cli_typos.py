@@ -56,7 +56,7 @@ OTHERS = {
     "prompts run.yaml model.path=./modell": "model.path: there is no directory './modell'",
     "check-model ./modell": "model.path: there is no directory './modell'",
     "check nope": "nope is neither a run directory nor a checkpoint",
-    "report nope": "nope is no run directory",
+    "report nope": "nope is not a run directory",
     "explain grpoo": "did you mean 'grpo'?",
     "shm lits": "invalid choice: 'lits'",
     "bench stepp": "there is no 'stepp'",

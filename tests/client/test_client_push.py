@@ -94,7 +94,7 @@ async def test_what_is_wrong_is_said_and_nothing_is_pushed(name: str) -> None:
                 ),
                 ([Scored([1], reward=float("inf"))], "trajectory 0: reward is inf; expected a finite"),
                 ([Scored([1], reward=10**400)], "finite"),
-                ([Scored([1, 2], prompt_length=1, logprobs=[0.0])], "LOGPROBS: one array a member"),
+                ([Scored([1, 2], prompt_length=1, logprobs=[0.0])], "LOGPROBS: expected one array per member"),
                 ([Scored([1, 2], mask=[0, 1]), Scored([1, 2])], "trajectory 1: mask and prompt_length"),
                 ([Scored([1, 2], mask=[1, 1])], "trajectory 0: prompt_length is 0"),
                 ([Scored([1, 2], prompt_length=0)], "trajectory 0: prompt_length is 0"),

@@ -94,9 +94,9 @@ def test_several_splits_are_named(tmp_path: Path) -> None:
         ("x.jsonl", b'{"prompt": "a"}\n[1]\n', "line 2 holds list"),
         ("x.json", b'[{"prompt": "a"}, 3]', "row 2 holds int"),
         ("x.json", b"[", "not valid JSON"),
-        ("x.jsonl", b'{"prompt": "a", "x": NaN}', "line 1 is not valid JSON: NaN is no finite number; write null"),
-        ("x.jsonl", b'{"prompt": "a", "x": 1e400}', "1e400 is no finite number"),
-        ("x.jsonl", b'{"prompt": "a", "i": {"x": 1, "x": 2}}', "the key 'x' stands twice in one object"),
+        ("x.jsonl", b'{"prompt": "a", "x": NaN}', "line 1 is not valid JSON: NaN is not a finite number; write null"),
+        ("x.jsonl", b'{"prompt": "a", "x": 1e400}', "1e400 is not a finite number"),
+        ("x.jsonl", b'{"prompt": "a", "i": {"x": 1, "x": 2}}', "the key 'x' is twice in one object"),
         (
             "x.jsonl",
             b'{"prompt": "a"}\n{"prompt": "a", "x": ["\\ud800"]}',

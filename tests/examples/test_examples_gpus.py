@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.main import main
-from asyncrl.runtime.placement import GIB, AssumedCards
+from asyncrl.runtime.placement import GIB, AssumedGpus
 from asyncrl.runtime.plan import plan
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -49,7 +49,7 @@ def planned(hub: Path, cards: str, *names: str, model: str, more: tuple[str, ...
     files = [EXAMPLES / f"{name}.yaml" for name in names]
     rows = hub / "rows.jsonl"
     given = f"model.path={hub / model}", f"data.train={rows}", f"data.eval={rows}", f"run.dir={hub}", *more
-    return plan(load_config(files, given), AssumedCards.parse(cards))
+    return plan(load_config(files, given), AssumedGpus.parse(cards))
 
 
 def total(text: str) -> list[float]:
@@ -119,8 +119,8 @@ def test_what_cannot_be_assumed_is_refused(
 
 
 def test_the_memory_of_a_card_is_that_of_its_data_sheet() -> None:
-    cards = AssumedCards.parse("2x8xh200")
-    assert (cards.nodes, cards.count, cards.name, cards.memory(None) // GIB) == (2, 8, "H200", 141)  # type: ignore[arg-type]
+    gpus = AssumedGpus.parse("2x8xh200")
+    assert (gpus.nodes, gpus.count, gpus.name, gpus.memory(None) // GIB) == (2, 8, "H200", 141)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

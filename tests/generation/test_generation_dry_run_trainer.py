@@ -72,7 +72,7 @@ def test_each_state_refuses_what_it_has_no_answer_to_and_stays_as_it_is() -> Non
         batch = microbatch()
         for _ in range(2):
             for call in (trainer.train_microbatch(batch), trainer.finish_train_step()):
-                with pytest.raises(TrainStepError, match="no train step open"):
+                with pytest.raises(TrainStepError, match="no train step is open"):
                     await call
             await trainer.abort_train_step()  # nothing to abort is fine
         await trainer.begin_train_step(None)

@@ -193,7 +193,7 @@ def test_texts_become_tokens_as_vllm_has_them() -> None:
     assert (found.min_p, found.min_tokens, found.repetition_penalty) == (0.1, 3, 1.0)
     for wrong, text in (
         ({"logit_bias": {"c d": 1}}, "'c d'.* 3 tokens"),
-        ({"logit_bias": {6: 1, "d": 1}}, "a token twice"),
+        ({"logit_bias": {6: 1, "d": 1}}, r"two keys for one token: the keys \[6, 'd'\] are the tokens \[6\]"),
         ({"logit_bias": {"é": 1}}, "'é', which .* cannot encode: .*<unk>"),
         ({"bad_words": [""]}, "'', which .* cannot encode"),
     ):

@@ -158,8 +158,8 @@ def test_what_cannot_be_a_reward_model_is_refused(tmp_path: Path) -> None:
 
 def test_the_longest_text(tmp_path: Path) -> None:
     path = save(tmp_path, make_classifier(context=40), make_tokenizer(length=32))
-    assert load(path).longest == 32 and load(path, max_tokens=20).longest == 20
-    assert load(f"{HERE}:mean").longest > 10**6
+    assert load(path).max_text_tokens == 32 and load(path, max_tokens=20).max_text_tokens == 20
+    assert load(f"{HERE}:mean").max_text_tokens > 10**6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -197,7 +197,7 @@ def test_the_second_group_ends_the_run_with_both_names_and_neither_stays_with_it
     first, second = (event.groups[0] for event in house.events("microbatch")[:2])
     said = str(house.error)
     assert said.startswith(f"group {second} (group {second} of somebody) failed in the step (RuntimeError: call 2)")
-    assert f"before it group {first} (group {first} of somebody) failed in the step (RuntimeError: call 1)" in said
+    assert f"failed, too: group {first} (group {first} of somebody) failed in the step (RuntimeError: call 1)" in said
     assert [lease.group for lease in leases if lease.ended] == [first, second]
     assert house.trained() == []
 

@@ -105,7 +105,7 @@ def test_a_bare_record_of_a_foreign_producer_gets_the_documented_defaults() -> N
         ({"members": [0, 2]}, r"0\.\.1"),
         ({"sections": {}}, "needs the section TOKENS"),
         ({"sections": {Section.TOKENS: [[1]]}}, "TOKENS has 1 arrays"),
-        ({"sections": {Section.TOKENS: [[1], [2]], Section.MASK: [[1], [1, 0]]}}, "MASK: one array a member"),
+        ({"sections": {Section.TOKENS: [[1], [2]], Section.MASK: [[1], [1, 0]]}}, "MASK: expected one array per"),
         ({"sections": {Section.TOKENS: [[1], [2]], Section.MASK: [[1], [-100]]}}, "-100..-100 do not fit into bool"),
         ({"sections": {Section.TOKENS: [[1], [2]], Section.MASK: [[1], [0.5]]}}, "MASK: bool expected, found float64"),
         ({"sections": {Section.TOKENS: [[1], [2**31]]}}, "do not fit into int32"),

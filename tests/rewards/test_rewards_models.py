@@ -23,8 +23,8 @@ from asyncrl.telemetry.recorder import Recorder
 class Letters:
     """A score is the number of letters; texts and batches of two, so that one call takes several closures."""
 
-    def __init__(self, name: str = "letters", longest: int = 20) -> None:
-        self.name, self.longest = name, longest
+    def __init__(self, name: str = "letters", max_text_tokens: int = 20) -> None:
+        self.name, self.max_text_tokens = name, max_text_tokens
         self.threads: set[str] = set()
         self.batched: list[int] = []
         self.answer: Any = None
@@ -82,7 +82,7 @@ async def test_the_environments_own_reward_stays_in_the_sum(lane: ThreadLane) ->
 
 @pytest.mark.parametrize(("on_error", "value"), [("none", None), ("zero", 0.0)])
 async def test_a_text_that_is_too_long_is_no_score_and_is_counted(lane: ThreadLane, on_error: str, value: Any) -> None:
-    judge = Letters(longest=4)
+    judge = Letters(max_text_tokens=4)
     async with rewards(lane, (judge, 1.0), on_error=on_error) as (made, recorder):
         found = await made.score(prompt(0, "ab"), trajectories("c", "ddd", "cd"))
     assert [t.components["letters"] for t in found] == [3.0, value, 4.0]
@@ -99,7 +99,7 @@ async def test_a_model_that_raises_counts_an_error_for_each_text(lane: ThreadLan
 
 
 async def test_a_text_that_is_too_long_ends_the_run_where_errors_do(lane: ThreadLane) -> None:
-    async with rewards(lane, (Letters(longest=4), 1.0)) as (made, _):
+    async with rewards(lane, (Letters(max_text_tokens=4), 1.0)) as (made, _):
         with pytest.raises(
             RewardError,
             match=r"'letters' \(group 7\).*5 tokens, but the model takes at most 4, and texts are never cut",

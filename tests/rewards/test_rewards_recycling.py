@@ -142,4 +142,4 @@ async def test_a_successor_that_stands_still_is_named_and_replaced(who, monkeypa
             await reward(rewards, "go")
         assert not stopped.is_running()
     assert f"reward worker {process.pid} did not load" in caplog.text
-    assert caplog.text.count("another is started (1 of at most 2 times)") == 1
+    assert caplog.text.count("another worker is started (1 of at most 2 times)") == 1

@@ -87,7 +87,7 @@ def cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         ("auto", 4, 0, 1, "cuda:0"),
         ("auto", 4, 3, 4, "cuda:3"),
         ("auto", 1, 3, 4, "cuda:0"),  # a launcher shows each rank its own
-        ("auto", 2, 3, 4, "4 ranks on this machine, and torch sees 2 GPUs"),
+        ("auto", 2, 3, 4, "4 ranks run on this machine, and torch sees 2 GPUs"),
         ("cuda", 0, 0, 1, "torch finds no CUDA device on this machine; use cpu or auto"),
         ("cuda", 1, 0, 1, "cuda:0"),
         ("cuda", 4, 2, 4, "cuda:2"),

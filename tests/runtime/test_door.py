@@ -443,7 +443,7 @@ async def test_a_group_whose_loss_is_not_finite_is_dropped_by_name_and_the_run_e
 
 
 async def test_the_second_one_ends_the_run_and_neither_is_met_by_the_next_one(tmp_path: Path, name: str) -> None:
-    said = rf"\(group 3 of epoch {EPOCH}\) failed in the step .*before it group \d+ \(group 2 of epoch {EPOCH}\) failed"
+    said = rf"\(group 3 of epoch {EPOCH}\) failed in the step .*too: group \d+ \(group 2 of epoch {EPOCH}\) failed"
     with pytest.raises(DivergenceError, match=said):
         async with a_run(tmp_path, name, "train.max_steps=9", *KL, base=QUICKLY_FED) as (runtime, *_):
             async with await AsyncClient.attach(name, epoch=EPOCH) as client:

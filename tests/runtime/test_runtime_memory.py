@@ -27,7 +27,7 @@ from asyncrl.runtime import memory
 from asyncrl.runtime.build import ByteTokenizer
 from asyncrl.runtime.inputs import measure_prompts
 from asyncrl.runtime.memory import Cut, cut_model, kv_positions, predicted
-from asyncrl.runtime.placement import GIB, Cards, Placement
+from asyncrl.runtime.placement import GIB, Gpus, Placement
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.runtime import Runtime
 
@@ -335,11 +335,11 @@ def test_a_machine_holds_a_copy_of_the_model_if_it_fits(
     world = World(0, machines * per_machine, 0, per_machine)
     needed = sum(predicted(config, world.world_size, cut=cut).values())
 
-    class Card(Cards):
+    class Gpu(Gpus):
         def memory(self, device: torch.device) -> int:
             return int(needed / 0.85) + 1
 
-    assert cut_model(config, torch.device("cuda:0"), world, None, Card()) == cut
+    assert cut_model(config, torch.device("cuda:0"), world, None, Gpu()) == cut
 
 
 async def test_what_does_not_fit_is_a_warning_with_the_table(

@@ -20,8 +20,8 @@ from asyncrl.generation.vllm import versions
 from asyncrl.models.loading import parameter_count
 from asyncrl.models.policy import DTYPES
 from asyncrl.runtime.decided import decide
-from asyncrl.runtime.memory import fit_card, predicted, worker_parts
-from asyncrl.runtime.placement import AssumedCards, Cards, Placement, choose_engine, place
+from asyncrl.runtime.memory import fit_gpu, predicted, worker_parts
+from asyncrl.runtime.placement import AssumedGpus, Gpus, Placement, choose_engine, place
 from asyncrl.runtime.plan import plan
 from asyncrl.runtime.progress import Stages
 from asyncrl.runtime.runtime import Runtime
@@ -256,7 +256,7 @@ def test_on_rocm_it_is_shared_and_a_worker_is_refused(monkeypatch: pytest.Monkey
         (
             REAL,
             ("generation.engine=embedded", "generation.tensor_parallel=2"),
-            "only vllm takes more; set generation.eng",
+            "only vllm takes more than 1; set generation.eng",
         ),
     ],
 )
@@ -339,11 +339,11 @@ def test_the_engine_is_chosen_and_said(
 
 def test_a_dry_run_says_which_engine_generates_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed_version", lambda: "0.32.0")
-    text = plan(config_of(tmp_path, *SERVED), AssumedCards.parse("1xH100"))
+    text = plan(config_of(tmp_path, *SERVED), AssumedGpus.parse("1xH100"))
     assert "generation.engine: vllm (auto: vLLM 0.32.0 is installed" in text
     assert "generation: 1 worker(s) with vLLM 0.32.0 on cuda:0" in text
     monkeypatch.setattr(versions, "installed_version", lambda: None)
-    text = plan(config_of(tmp_path, *SERVED), AssumedCards.parse("1xH100"))
+    text = plan(config_of(tmp_path, *SERVED), AssumedGpus.parse("1xH100"))
     assert "generation.engine: embedded (auto: vLLM is not installed here)" in text and "  engine: embedded" in text
 
 
@@ -370,7 +370,7 @@ def test_a_dry_run_generates_with_the_embedded_engine_on_the_plain_path(
 ) -> None:
     config = config_of(tmp_path, *plain_for_vllm)
     assert choose_engine(config, GPU)[0].generation.engine == "vllm"
-    text = plan(config, AssumedCards.parse("1xH100"))
+    text = plan(config, AssumedGpus.parse("1xH100"))
     assert PLAIN in text and "\n  engine: embedded" in text and "generation: shared, on the trainer's cuda:0" in text
     assert "engine: vllm" not in text
 
@@ -398,7 +398,7 @@ def build(seed):
 """
 
 
-class SmallCards(Cards):
+class SmallGpus(Gpus):
     """Two GPUs whose memory is smaller than any model."""
 
     count = 2
@@ -420,6 +420,6 @@ def test_fsdp_is_not_chosen_for_a_model_that_cannot_be_sharded(tmp_path: Path, m
         (f"{file}:build", "replicate", "left out; replicate takes 0 GiB for the state on each small card, but"),
     ):
         config = config_of(tmp_path, f"model.path={path}", "model.dtype=bfloat16", base=REAL)
-        chosen, lines = fit_card(config, GPU, two, partial(resolve, world_size=2), SmallCards())
+        chosen, lines = fit_gpu(config, GPU, two, partial(resolve, world_size=2), SmallGpus())
         assert chosen.distributed.sharding == sharding and f"distributed.sharding: {sharding} ({why}" in lines[0]
     assert "Qwen3MoeForCausalLM has a module for each expert (model.layers.0.mlp.experts)" in lines[0]

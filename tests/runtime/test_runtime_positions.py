@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
-from asyncrl.data.prompts import EMBEDDED_GROUPS, REROLLS
+from asyncrl.data.prompts import FIRST_OUTSIDE_GROUP, REROLLS
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import CheckpointError, RankLost
 from asyncrl.runtime.positions import GATHER_TIMEOUT_S, EarlyEnd, Positions, after_step
@@ -198,9 +198,9 @@ async def test_a_rank_that_ended_at_another_version_is_not_waited_for() -> None:
 
 def test_where_a_rank_stands_after_a_step_that_it_did_not_tell_of() -> None:
     """Rank 1 of 2. 3 and 5 were in hand; in the step it had 5, 9, one that was to be played again, and one from outside."""
-    again, late, outside = 1, REROLLS + 1, EMBEDDED_GROUPS + 11
+    again, late, outside = 1, REROLLS + 1, FIRST_OUTSIDE_GROUP + 11
     cursor = {"position": 7, "again": [again, 3], "failed": [late, REROLLS + 3], "world_size": 2, "rows": 24}
-    said = {"turn": 4, "prompts": cursor, "untrained": [3, 5], "next_group": EMBEDDED_GROUPS + 3}
+    said = {"turn": 4, "prompts": cursor, "untrained": [3, 5], "next_group": FIRST_OUTSIDE_GROUP + 3}
     after = after_step(said, [9, 5, again, late, outside], 2)
     assert after == {
         "turn": 5,

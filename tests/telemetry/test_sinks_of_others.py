@@ -223,7 +223,7 @@ def test_an_mlflow_store_that_hangs_at_the_end(
             for step in range(1, 5):
                 sinks.write(step, {"a": 1.0})
     assert [record.getMessage() for record in caplog.records] == [
-        "mlflow lacks 5 steps, for which its store was too slow"
+        "mlflow lacks the last 5 steps: its store was too slow"
     ]
     slow_store.open.set()
     for thread in threading.enumerate():

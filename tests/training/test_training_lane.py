@@ -48,9 +48,9 @@ async def test_a_step_over_the_lane_equals_a_direct_one(trainer: LaneTrainer) ->
 
 
 async def test_calls_in_the_wrong_state_raise_in_the_caller(trainer: LaneTrainer) -> None:
-    with pytest.raises(TrainStepError, match="no train step open"):
+    with pytest.raises(TrainStepError, match="no train step is open"):
         await trainer.finish_train_step()
-    with pytest.raises(TrainStepError, match="no train step open"):
+    with pytest.raises(TrainStepError, match="no train step is open"):
         await trainer.train_microbatch(microbatches()[0])
     await trainer.abort_train_step()
     await trainer.begin_train_step(LOSS)

@@ -68,7 +68,7 @@ CALLS: dict[str, Callable[[TorchTrainer], object]] = {
     "finish": lambda core: core.finish_train_step(),
     "abort": lambda core: core.abort_train_step(),
 }
-NO_STEP = "no train step open; begin_train_step must be called first"
+NO_STEP = "no train step is open; call begin_train_step first"
 TABLE = [
     (closed, "begin", None, True), (closed, "micro", NO_STEP, False), (closed, "finish", NO_STEP, False),
     (closed, "abort", None, False), (opened, "begin", "already open", True), (opened, "micro", None, True),

@@ -179,9 +179,9 @@ class EmbeddedEngine(OwnedEngine):
         if not decoded.rows:
             return []
         self._count_step(decoded.rows)
-        return self._ended_jobs(core, decoded)
+        return self._finished_generations(core, decoded)
 
-    def _ended_jobs(self, core: Core | PlainCore, decoded: Decoded) -> list[tuple[Job, Generation]]:
+    def _finished_generations(self, core: Core | PlainCore, decoded: Decoded) -> list[tuple[Job, Generation]]:
         reasons = dict.fromkeys(decoded.ended, FinishReason.LENGTH)
         reasons |= dict.fromkeys(decoded.stopped, FinishReason.STOP)
         strings: dict[int, str] = {}

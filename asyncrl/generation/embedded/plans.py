@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncrl.models.attention.general import attend_seen, cut, visible
+from asyncrl.models.attention.general import attend_seen, cut_into_blocks, visible
 from asyncrl.models.attention.interface import NO_TERMS, AttentionPlan, AttentionTerms
 from asyncrl.models.attention.ragged import Ends, RaggedRows
 from asyncrl.models.copying import to_device
@@ -158,8 +158,7 @@ class DecodePlan(AttentionPlan):
         for rows, band, seen in self._bands_of(terms.window):
             keys = self.cache.keys[layer][rows, :, band].flatten(0, 1)
             values = self.cache.values[layer][rows, :, band].flatten(0, 1)
-            queries = grouped[rows].flatten(0, 1)
-            part = attend_seen(queries, keys, values, seen, scaling, terms.softcap, terms.sinks)
+            part = attend_seen(grouped[rows].flatten(0, 1), keys, values, seen, scaling, terms.softcap, terms.sinks)
             out[rows] = part.view(-1, *grouped.shape[1:])
         return out.view(n, heads, size)
 
@@ -278,7 +277,7 @@ class ExtendPlan(AttentionPlan):
         for piece, offset in zip(self.pieces, self.offsets, strict=False):
             keys = self.cache.keys[layer][piece.row]  # [K, positions, D]
             values = self.cache.values[layer][piece.row]
-            for block in cut(piece.start, piece.length, terms.window, query.shape[1]):
+            for block in cut_into_blocks(piece.start, piece.length, terms.window, query.shape[1]):
                 band = slice(block.low, block.end)
                 packed = slice(offset + block.first - piece.start, offset + block.end - piece.start)
                 grouped = query[packed].unflatten(1, (shape.heads, -1)).transpose(0, 1)  # [K, L, G, D]

@@ -101,7 +101,7 @@ class GeneralAttention:
         places = dict(zip(shared, np.cumsum([0, *(context.size for context in shared.values())]), strict=False))
         table = np.array([(places[id(row.context)], row.context.size, row.start) for row in rows])
         sizes = [(row.context.size, row.length) for row in rows]
-        blocks = [block for row, size in enumerate(sizes) for block in cut(*size, window, heads, row)]
+        blocks = [block for row, size in enumerate(sizes) for block in cut_into_blocks(*size, window, heads, row)]
         bins = _group_into_bins(blocks, heads, device)
         self._lazy_bins = [_make_lazy_bin(members, table, contexts, device) for members in bins]
 
@@ -194,7 +194,7 @@ def _weights(
     return torch.softmax(scores, -1), slope
 
 
-def cut(context: int, length: int, window: int | None, heads: int, row: int = 0) -> list[QueryBlock]:
+def cut_into_blocks(context: int, length: int, window: int | None, heads: int, row: int = 0) -> list[QueryBlock]:
     """Cuts the own tokens of a row (`length` tokens after a context of `context` tokens) into blocks, in order. `heads`: H."""
     first, total = context, context + length
     blocks = []

@@ -215,8 +215,8 @@ class _Level(NamedTuple):
     """One kernel call: the descendants of each inner node of one level attend to the node."""
 
     rows: RaggedRows
-    below: slice | Tensor  # packed indices of the descendants
-    nodes: slice | Tensor  # packed indices of the nodes' own tokens
+    descendants: slice | Tensor  # packed indices of the descendants
+    own_tokens: slice | Tensor  # packed indices of the nodes' own tokens
 
 
 class RaggedTree:
@@ -234,21 +234,21 @@ class RaggedTree:
         self.own_rows = RaggedRows(own, own, causal=True)
         self.levels = []
         for level in levels:
-            below, nodes = zip(*level, strict=True)
-            queries, keys = (ends_of([part.stop - part.start for part in parts], device) for parts in (below, nodes))
-            self.levels.append(_Level(RaggedRows(queries, keys, False), _index(below, device), _index(nodes, device)))
+            columns = list(zip(*level, strict=True))  # the descendants, the nodes
+            queries, keys = (ends_of([part.stop - part.start for part in parts], device) for parts in columns)
+            self.levels.append(_Level(RaggedRows(queries, keys, False), *(_index(parts, device) for parts in columns)))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """`query` [T, H, D], `key` and `value` [T, K, D] -> the output [T, H, D] and its log-sum-exp [H, T]."""
         out, lse = self.kernel.forward((query, key, value), self.own_rows, scaling)
         # With one level, a sum in 16 bits costs only one more rounding. Sums of several levels are float32, and rounded once.
         total = out if len(self.levels) < 2 else out.to(lse.dtype)
-        for rows, below, nodes in self.levels:
-            part, part_lse = self.kernel.forward((query[below], key[nodes], value[nodes]), rows, scaling)
-            lse_before = lse[:, below]
+        for rows, descendants, own_tokens in self.levels:
+            qkv, lse_before = (query[descendants], key[own_tokens], value[own_tokens]), lse[:, descendants]
+            part, part_lse = self.kernel.forward(qkv, rows, scaling)
             share = (part_lse - lse_before).sigmoid_().t().unsqueeze(-1)  # the node's part of the joint softmax
-            total[below] = (total[below] * (1 - share)).addcmul_(part, share).to(total.dtype)
-            lse[:, below] = torch.logaddexp(lse_before, part_lse)
+            total[descendants] = (total[descendants] * (1 - share)).addcmul_(part, share).to(total.dtype)
+            lse[:, descendants] = torch.logaddexp(lse_before, part_lse)
         return total.to(query.dtype), lse
 
     def backward(
@@ -260,10 +260,10 @@ class RaggedTree:
         # A key gets gradients from its own node and at most one level. A query gets them from its own node and each level above.
         if len(self.levels) > 1:
             sums[0] = sums[0].to(lse.dtype)
-        for rows, below, nodes in self.levels:
-            qkv, part_lse = (query[below], key[nodes], value[nodes]), lse[:, below].contiguous()
-            parts = self.kernel.backward(grad[below], qkv, out[below], part_lse, rows, scaling)
-            for total, part, index in zip(sums, parts, (below, nodes, nodes), strict=True):
+        for rows, descendants, own_tokens in self.levels:
+            qkv, part_lse = (query[descendants], key[own_tokens], value[own_tokens]), lse[:, descendants].contiguous()
+            parts = self.kernel.backward(grad[descendants], qkv, out[descendants], part_lse, rows, scaling)
+            for total, part, index in zip(sums, parts, (descendants, own_tokens, own_tokens), strict=True):
                 # For 16-bit tensors torch adds in float32 and rounds once. No index occurs twice, so the order has no effect.
                 if isinstance(index, slice):
                     total[index].add_(part)

@@ -69,8 +69,8 @@ def path_of(name: str) -> str:
     """The path of the segment `name`. Errors: ConfigError for an invalid name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"shared-memory name {name!r} is invalid: use 1 to 120 letters, digits, dots, dashes and underscores; the first is "
-            "no dot or dash"
+            f"shared-memory name {name!r} is invalid: use 1 to 120 letters, digits, dots, dashes and underscores; the first "
+            "character must not be a dot or a dash"
         )
     return f"{DIRECTORY}/{PREFIX}{name}"
 
@@ -264,7 +264,7 @@ def _read_header(fd: int, path: str) -> tuple[int, bytes]:
 def _damaged(path: str, problem: str) -> SegmentDamaged:
     name = Path(path).name.removeprefix(PREFIX)
     return SegmentDamaged(
-        f"{path} is no whole segment of asyncrl: {problem}; use another name, or remove it with `asyncrl shm clear {name} "
+        f"{path} is not a complete segment of asyncrl: {problem}; use another name, or remove it with `asyncrl shm clear {name} "
         "--drop-records`"
     )
 
