@@ -57,8 +57,6 @@ class LossMethod(Method):
     normaliser: ClassVar[Normaliser]
     # Name of a loss with the same gradient at a ratio of 1. If given, `force_on_policy` is refused, and the error names that loss.
     on_policy_is: ClassVar[str] = ""
-    # Whether the loss reads `old_logp_S`: the trainer's log-probs from before the first of several updates.
-    needs_old: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = False  # log-probs with the weights at the start of the run
     needs_entropy: ClassVar[bool] = False  # entropies with gradient
     # Whether the loss reads the weights `importance_S`. False: `terms.py` multiplies the surrogate by these weights.

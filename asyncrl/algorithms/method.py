@@ -30,6 +30,8 @@ def setting(
     fixed: whether a resumed run must keep the value, because another value would change the objective.
     bounds: the value must be greater than `gt`, at least `ge`, less than `lt`, at most `le`.
     """
+    if unknown := bounds.keys() - {"gt", "ge", "lt", "le"}:
+        raise TypeError(f"setting() has no argument {min(unknown)!r}; a bound is gt, ge, lt or le")
     metadata = {"text": text, "choices": tuple(choices), "flat": flat, "fixed": fixed, "bounds": bounds}
     return field(default=default, metadata=metadata)
 

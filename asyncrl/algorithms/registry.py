@@ -98,7 +98,7 @@ def build_loss(name: str, **values: Any) -> Loss:
         normaliser=method.normaliser,
         needs_reference=terms.kl.in_loss or method.needs_reference,
         needs_entropy_grad=entropy.on or method.needs_entropy,
-        needs_old=method.needs_old and centre == "recompute" and not force_on_policy,
+        needs_old=centre == "recompute" and not force_on_policy,
         top_entropy_quantile=quantile,
         bonus=entropy.coef,
         bonus_needs_scale=entropy.has_other_normaliser(method) or (entropy.on and quantile < 1),

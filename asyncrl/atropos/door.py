@@ -111,13 +111,13 @@ class Environments:
         for other in list(self._all):
             if len(self._all) >= MOST_ENVIRONMENTS or self._all[other].seen_at < now - FORGET_S:
                 del self._all[other]
-        self._all[number] = _Environment(context * max(weight, 0.0), now)
+        self._all[number] = _Environment(max(context, 0.0) * max(weight, 0.0), now)
         self._check_all_know()
         return number, f"{fields.get('desired_name') or 'env'}_{number}"
 
     def touch(self, number: Any) -> _Environment | None:
         """Record that an environment made a request. Returns the environment; None if no environment has this number."""
-        environment = self._all.pop(number, None) if isinstance(number, int) else None
+        environment = self._all.pop(number, None) if type(number) is int else None
         if environment is not None:
             environment.seen_at = awake.now()
             self._all[number] = environment

@@ -104,7 +104,7 @@ def read_groups(body: bytes | bytearray, limits: Limits, version: int) -> list[R
     for item in items:
         try:
             members = read_group(item, limits, version)
-            groups.append((members, item["env_id"] if isinstance(item.get("env_id"), int) else None))
+            groups.append((members, item["env_id"] if type(item.get("env_id")) is int else None))
         # Numbers that are nested too deeply raise RecursionError.
         except (DataError, RecursionError) as error:
             groups.append(str(error))

@@ -81,7 +81,7 @@ def _losses(name: str) -> Iterator[str]:
             f"loss {name}  (algorithm.loss={name})",
             _doc(loss),
             f"divided by: {loss.normaliser.value}    can be streamed: {streams}    takes algorithm.entropy.coef: {entropy}",
-            f"needs: {', '.join(_needs(loss)) or 'only what every loss needs'}",
+            f"needs: {', '.join(_needs(loss))}",
             *_own_settings(loss),
             *_conflict_lines(name, loss.conflicts),
         ]
@@ -89,8 +89,7 @@ def _losses(name: str) -> Iterator[str]:
 
 
 def _needs(loss: type[LossMethod]) -> Iterator[str]:
-    if loss.needs_old:
-        yield "old log-probs, if a batch has several updates"
+    yield "old log-probs, if a batch has several updates"
     if loss.needs_reference:
         yield "reference log-probs"
     if loss.needs_entropy:

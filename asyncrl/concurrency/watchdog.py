@@ -253,7 +253,7 @@ class Watchdog:
         return (None if thread_id is None else top_user_frame(thread_id)) or "no Python code but the event loop's"
 
     def _raise_alarm(self, problem: StallError | RankLost) -> None:
-        deadline_passed = self._deadline is not None
+        deadline_passed = self._deadline is not None and awake.now() >= self._deadline
         must_exit = deadline_passed and self._hard_exit
         headline = str(problem) + (f"; ending the process with exit code {self._exit_code}" if must_exit else "")
         printed = threading.Event()

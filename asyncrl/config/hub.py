@@ -33,14 +33,16 @@ def require_hub(source: str, setting: str) -> None:
         error = hub_error(source, "model")
         if constants.HF_HUB_OFFLINE and not _downloaded(source, "model"):
             error = "HF_HUB_OFFLINE is set, and the model was not downloaded before"
-        problem = error and f"and as a model of the hub it cannot be fetched: {error}"
-    except HFValidationError:
-        problem = "and the name is no id of a model of the hub (`name` or `organisation/name`)"
-    if problem:
-        raise ConfigError(
-            f"{setting}: there is no directory {source!r} (looked from {Path.cwd()}), {problem}; name a directory, or start where "
-            "the hub can be reached (set HTTPS_PROXY or HF_ENDPOINT if needed)"
+        problem = error and (
+            f"and as a model of the hub it cannot be fetched: {error}; name a directory, or start where the hub can be reached "
+            "(set HTTPS_PROXY or HF_ENDPOINT if needed, without HF_HUB_OFFLINE)"
         )
+    except HFValidationError:
+        problem = (
+            "and the name is no id of a model of the hub; name a directory, or a model as `name` or `organisation/name`"
+        )
+    if problem:
+        raise ConfigError(f"{setting}: there is no directory {source!r} (looked from {Path.cwd()}), {problem}")
 
 
 def hub_error(name: str, kind: Literal["model", "dataset"]) -> str | None:

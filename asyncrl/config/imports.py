@@ -72,7 +72,7 @@ def check_address(address: str) -> None:
         text = path.read_bytes()
         used_names = compile(text, place, "exec", dont_inherit=True).co_names
     # True: the code may define names that do not appear in it.
-    dynamic = b"import *" in text or {"globals", "vars", "setattr", "__getattr__"} & {*used_names}
+    dynamic = b"import *" in text or {"exec", "globals", "locals", "vars", "setattr", "__getattr__"} & {*used_names}
     if outer_name not in used_names and not dynamic:
         raise _missing_name(address, outer_name, used_names)
 

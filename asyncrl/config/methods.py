@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
-from pydantic import create_model
+from pydantic import ValidationError, create_model
 
 from asyncrl.algorithms import registry
 from asyncrl.algorithms.advantages import Estimator, of_group
@@ -71,10 +71,17 @@ def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type
         method = loaded.settings
     try:
         declared = method.settings() if method is not None else ()
+        for section in make_sections(declared).values():
+            # pydantic checks no default by itself.
+            section(**{setting.name: setting.default for setting in declared})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise error_of(f"whose setting {first['loc'][0]} has the default {first['input']!r}: {first['msg']}") from error
     except (TypeError, NameError) as error:
         raise error_of(f"whose settings cannot be read: {error}") from error
     # A loss of the user may use the section of a built-in loss.
-    taken = {*reserved, *SECTIONS} - {loss.section for loss in registry.LOSSES.values()}
+    usable = {loss.section for loss in registry.LOSSES.values()} if kind == "loss" else set()
+    taken = {*reserved, *SECTIONS} - usable
     taken_flat_names = {setting.flat for setting in SETTINGS.values() if setting.section in taken}
     clashes = bool(taken_flat_names & {setting.flat for setting in declared})
     if method is not None and not method.section.isidentifier():

@@ -199,6 +199,8 @@ def _open_parquet(files: Sequence[Path], source: str) -> PromptRows:
 def _open_csv(path: Path) -> PromptRows:
     """The first line names the columns. Every value is a string, with the characters of the file ("007" stays "007")."""
     rows: list[Row] = []
+    # By default a value has at most 131,072 characters. The limit holds for the process.
+    csv.field_size_limit(2**31 - 1)
     with path.open(newline="", encoding="utf-8-sig") as file:
         lines = csv.reader(file, strict=True)
         try:

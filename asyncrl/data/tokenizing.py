@@ -29,7 +29,7 @@ _RESERVED_ARGUMENTS = ("messages", "conversation", "tokenize", "add_generation_p
 # In a rendered text a number between these characters stands for a control token of a message. No vocabulary has these characters.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _PROBE = "Qk7"  # a text that no template writes
-_STRFTIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_STRFTIME = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1).)*)\1\s*\)""")
 
 # Kind of note -> end of a sentence that begins with "12 of 1,000 prompts of SOURCE ".
 NOTES = {
@@ -103,8 +103,12 @@ class PromptEncoder:
     @property
     def warnings(self) -> list[str]:
         """Warnings about the chat template, for the user."""
-        if "strftime_now" not in self._words and not re.search(r"\bnow\(", self._template):
+        if "strftime_now" not in self._words:
             return []
+        if "strftime_now(" in _STRFTIME.sub("", self._template):
+            return [
+                "the chat template writes the day on which it is rendered, in a form that data.date does not change"
+            ]
         return [
             f"the chat template writes a date, so prompts depend on data.date (now {self._day}; without the setting the day on "
             "which a run starts, which a resumed run keeps)"

@@ -12,7 +12,7 @@ If the calling task is cancelled, `admit` and `claim` are undone, and every othe
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -170,6 +170,7 @@ class LineLedger:
         self._watching: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()  # set: a task waits for a change
         self._opened = self._closed = False
+        self._thread = threading.get_ident()
         self._stale = False  # on rank 0: the books changed after `_refresh`
         self._lost: Exception | None = None  # set by `lose`
         if self._server is not None:
@@ -437,11 +438,10 @@ class LineLedger:
         self._changes.wake()
 
     def _refresh(self) -> None:
-        if self._stale and self._server is not None:
+        # Another thread (the watchdog's) gets the last known state: the books may be in the middle of a change.
+        if self._stale and self._server is not None and threading.get_ident() == self._thread:
             self._stale = False
-            # RuntimeError: another thread that calls `describe` found the books in the middle of a change.
-            with contextlib.suppress(RuntimeError):
-                self._set_state(self._server.state(self._rank))
+            self._set_state(self._server.state(self._rank))
 
     def _set_state(self, state: State) -> None:
         number, statistics, finished, due, *earliest = state

@@ -53,6 +53,10 @@ class Roles:
                 "every rank trains and generates"
             )
         if isinstance(train, int) and isinstance(generate, int):
+            if min(train, generate) < 0:
+                raise ConfigError(
+                    f"distributed.roles is {{train: {train}, generate: {generate}}}; give counts of at least 0"
+                )
             if train + generate != ranks:
                 raise ConfigError(
                     f"distributed.roles is {{train: {train}, generate: {generate}}}, which are {train + generate} ranks, and the "

@@ -66,13 +66,13 @@ class World(RankInfo, Collectives):
             rank, size, local_rank, local_size, port = (
                 int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
             )
+            restart = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         except ValueError as exc:
             raise PlatformError(f"torchrun's variables are not numbers: {exc}; start with torchrun") from exc
         if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
             raise PlatformError(
                 f"torchrun's variables contradict: RANK {rank} of {size}, LOCAL_RANK {local_rank} of {local_size}"
             )
-        restart = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return cls(rank, size, local_rank, local_size, env["MASTER_ADDR"], port, restart)
 
     @property
@@ -245,7 +245,7 @@ class World(RankInfo, Collectives):
         self._met.store.set("line/0", advertised(server.address, self.master_addr))
 
     def join_line(self, silence_s: float) -> LineClient:
-        """For ranks above 0: a client for the event loop, not open yet. Blocks until rank 0 has announced its server.
+        """For ranks above 0: an unopened client of rank 0's server. Blocks until rank 0 has announced this server.
         Errors: RankLost if rank 0 announces no server in time."""
         try:
             if self.joined is not None:

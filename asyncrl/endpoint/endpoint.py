@@ -203,8 +203,10 @@ class Endpoint:
         stream: web.StreamResponse,
     ) -> web.StreamResponse:
         """Send the answer. Reuse choices of an undelivered answer to an equal request. If sending fails, keep the choices."""
-        undelivered = opened.undelivered.get(digest)
+        undelivered = opened.undelivered.pop(digest, [])
         answers: Answers = undelivered.pop() if undelivered else {}
+        if undelivered:
+            opened.undelivered[digest] = undelivered
         delivered = opened.delivered.pop(digest, None)
         if not answers and delivered is not None and request.headers.get("x-stainless-retry-count", "0") != "0":
             # The header says that the client did not get the answer, although its delivery raised no error.
@@ -347,7 +349,7 @@ def _openapi() -> dict[str, Any]:
     for path, body in bodies.items():
         full = path if path.startswith("/inference") else f"/v1{path}"
         sent = {"required": True, "content": {"application/json": {"schema": schemas[body, "validation"]}}}
-        ok = answers["200"] | {"content": content | stream}
+        ok = answers["200"] | {"content": content | (stream if ROUTES[path].events else {})}
         paths[full] = {"post": {"requestBody": sent, "responses": answers | {"200": ok}}}
     return {
         "openapi": "3.1.0",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 ENDED = "the episode of this key has ended: its coroutine returned or failed; a request after its end would belong to no episode"
-_KEY = re.compile(r"asyncrl-(\d{1,15})-[0-9a-f]{40}")
+_KEY = re.compile(r"asyncrl-([0-9]{1,15})-[0-9a-f]{40}")
 _VERSION = re.compile(r"^(/v1)+(?=/)")
 # The answers to one request, by the index of the choice.
 Answers = dict[int, ChatAnswer]

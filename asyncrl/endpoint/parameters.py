@@ -208,8 +208,8 @@ class SamplingBody(OpenAiBody):
         """Makes the `Ask`. `further`: fields of `Ask` that differ between these routes."""
         given: dict[str, Any] = {
             "max_tokens": max_tokens,
-            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
-            "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
+            "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "logit_bias": self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
         }
         usage = bool(self.stream_options and self.stream_options.get("include_usage"))

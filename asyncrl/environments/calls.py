@@ -47,7 +47,7 @@ _DEEPSEEK = re.compile(
     re.DOTALL,
 )
 _KIMI = re.compile(
-    rf"<\|tool_call_begin\|>(?:functions\.)?{_VALUE}(?::\d+)?\s*<\|tool_call_argument_begin\|>{_VALUE}<\|tool_call_end\|>",
+    rf"<\|tool_call_begin\|>(?:functions\.)?{_VALUE}<\|tool_call_argument_begin\|>{_VALUE}<\|tool_call_end\|>",
     re.DOTALL,
 )
 _MISTRAL = re.compile(
@@ -83,7 +83,7 @@ def read_calls(text: str, tools: Sequence[Any]) -> tuple[str, str, list[Call], i
         (_INVOKE, lambda match: _from_block(match[0], tools)),
         (_MISTRAL, lambda match: _checked_call(match[1], match[2]) if match[1] else _from_json(match[2])),
         (_DEEPSEEK, lambda match: _checked_call(match[1], match[2])),
-        (_KIMI, lambda match: _checked_call(match[1], match[2])),
+        (_KIMI, lambda match: _checked_call(re.sub(r":\d+\Z", "", match[1].strip()), match[2])),
         (_PYTHON, lambda match: _from_python(match[1])),
         (_GEMMA, lambda match: _checked_call(match[1], _gemma_to_json(match[2]))),
     ):
@@ -140,11 +140,13 @@ def _from_block(body: str, tools: Sequence[Any]) -> list[Call]:
         if not re.fullmatch(r"[\w.-]+", name) or _PARAMETER.sub("", inside).strip():
             return []
         schema: Any = next((tool for tool in tools if name_of(tool) == name), {})
-        properties = ((schema.get("function") or schema).get("parameters") or {}).get("properties") or {}
+        parameters = (schema.get("function") or schema).get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         arguments = {}
         for match in _PARAMETER.finditer(inside):
             key, value = (match[2], match[3]) if match[1] else (match[4].strip(), match[5])
-            is_text = isinstance(properties.get(key), Mapping) and properties[key].get("type") == "string"
+            known = properties.get(key) if isinstance(properties, Mapping) else None
+            is_text = isinstance(known, Mapping) and known.get("type") == "string"
             arguments[key] = value if is_text else _decoded(value, value)
         found = _checked_call(name, json.dumps(arguments))
         if not found:

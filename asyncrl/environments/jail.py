@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import select
@@ -85,7 +86,9 @@ def _make_root(memory: int) -> None:
     # The new root. Only the new mount namespace sees it at /tmp.
     _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     os.mkdir("/tmp/old")
-    _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b"/tmp", b"/tmp/old"), "pivot_root")
+    if (machine := os.uname().machine) not in _PIVOT_ROOT:
+        raise OSError(errno.ENOSYS, "not known on this kind of processor", f"pivot_root of {machine}")
+    _check(_libc.syscall(_PIVOT_ROOT[machine], b"/tmp", b"/tmp/old"), "pivot_root")
     os.chdir("/")
     for path in dict.fromkeys((*_SYSTEM, sys.base_prefix, sys.prefix)):
         if os.path.islink(f"/old{path}"):

@@ -114,5 +114,5 @@ def check_episode(function: Any, name: str) -> Any:
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
-    named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    return named and parameter.default is parameter.empty
+    is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return not is_variable and parameter.default is parameter.empty

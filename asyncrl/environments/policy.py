@@ -271,6 +271,7 @@ def as_numbers(named: Mapping[str, Any], count: int, argument: str, prefix: str 
             if value is None:
                 continue
             if (number := _finite(value)) is None:
-                raise DataError(f"{argument}: {name} {member} is {shown(value)}; expected a finite number, or None")
+                which = f" of member {member}" if count > 1 else ""
+                raise DataError(f"{argument}: {name}{which} is {shown(value)}; expected a finite number, or None")
             rows[member][f"{prefix}{name}"] = number
     return rows

@@ -96,7 +96,8 @@ class Sandbox:
             finally:
                 if not (usable and self._keep_state):
                     await self._end()
-            self._start()  # so that a process is ready for the next call
+            if self._open:
+                self._start()  # so that a process is ready for the next call
             return answer
 
     async def _exchange(self, connection: socket.socket, code: bytes) -> tuple[str, bool]:
@@ -140,7 +141,8 @@ class Sandbox:
     async def _wait_ready(self, connection: socket.socket) -> None:
         if self._ready:
             return
-        with anyio.fail_after(_START_S):
+        answer = b"-its process did not answer"
+        with anyio.move_on_after(_START_S):
             answer = await asyncio.get_running_loop().sock_recv(connection, 1000)
         if not answer.startswith(b"+"):
             raise PlatformError(

@@ -210,12 +210,12 @@ class Toolbox:
 
 def _arguments(written: Any) -> dict[str, Any]:
     """The arguments that the model wrote, as JSON text or as a mapping. Errors: CallRefused."""
-    if isinstance(written, str) and written.strip():
+    if isinstance(written, str):
         try:
-            written = json.loads(written)
+            written = json.loads(written) if written.strip() else None
         except (ValueError, RecursionError) as error:
             raise CallRefused(f"the arguments are not valid JSON: {error}") from None
-    written = written or {}
+    written = {} if written is None else written
     if not isinstance(written, Mapping):
         raise CallRefused(
             f"the arguments are {json.dumps(written)[:80]}; expected a JSON object of the arguments by name"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -121,14 +122,17 @@ def _sampling_problem(sampling: SamplingParams) -> str | None:
         "frequency_penalty": ("-2 to 2", lambda x: -2 <= x <= 2),
         "logit_bias": ("a dict of token ids, each with a number from -100 to 100", _are_biases),
         "bad_words": ("words of at least one token", all),
+        "stop_token_ids": ("a tuple of token ids", lambda ids: all(isinstance(token, Integral) for token in ids)),
         "min_tokens": (
             f"an integer from 0 to max_tokens = {sampling.max_tokens}",
             lambda n: isinstance(n, Integral) and 0 <= int(n) <= sampling.max_tokens,
         ),
     }
     for name, (allowed, is_allowed) in expected.items():
-        value = getattr(sampling, name)
-        if not is_allowed(value):
+        value, fits = getattr(sampling, name), False
+        with contextlib.suppress(TypeError):
+            fits = is_allowed(value)
+        if not fits:
             return f"{name} is {value!r}, expected {allowed}"
     return None
 

@@ -193,7 +193,7 @@ def load_module(config: ModelConfig, seed: int = 0) -> tuple[PreTrainedModel, An
 def _call_builder(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, Any]:
     assert config.path is not None
     built = call_builder(config.path, seed, "model.path")
-    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], PreTrainedModel)):
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], PreTrainedModel)) or built[1] is None:
         kind = type(built).__name__
         if isinstance(built, tuple):
             kind = f"({', '.join(type(item).__name__ for item in built)})"

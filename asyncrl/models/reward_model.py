@@ -159,8 +159,9 @@ class RewardModel:
             raise ConfigError(
                 f"reward.model: {self.name!r} raised {type(error).__name__} for the arguments input_ids and attention_mask: {error}"
             ) from error
-        furthest = max(abs(a - b) / (1 + abs(a)) for a, b in zip(alone, together, strict=True))
-        if not furthest <= _TOLERANCE[dtype]:  # also refuses NaN
+        pairs, tolerance = zip(alone, together, strict=True), _TOLERANCE[dtype]
+        # No comparison with NaN is true.
+        if not all(abs(a - b) <= tolerance * (1 + abs(a)) for a, b in pairs):
             raise ConfigError(
                 f"reward.model: {self.name!r} scores two texts {alone} alone and {together} together: a score would depend on "
                 "the other texts of its batch; the module must use attention_mask, with padding on the right"

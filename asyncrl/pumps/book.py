@@ -45,7 +45,7 @@ class GroupBook:
         self._ledger = ledger
         self.store = store
         self.tickets: dict[int, Ticket] = {}
-        self.on_ready: Callable[[], None] = lambda: None  # called for each group that can be claimed
+        self.on_ready: Callable[[], None] = lambda: None  # called by `mark_ready`
         # Called with the ids of groups that were dropped, failed, trained, or sent to another rank.
         self.on_end: Callable[[Sequence[int]], None] = lambda group_ids: None
         # If True, `end` keeps the leases of a group (its records in the ring of a producer), so that the next run can train it.

@@ -31,9 +31,6 @@ from .evaluate import EvaluatePump
 from .metrics import COUNTED
 from .pipeline import Ports
 
-# On a rank that builds steps, `Remote.report` sends the counts with these prefixes. The last report has further counts.
-GENERATED = ("engine/", "rollout/", "time/reward")
-
 
 class EngineVersion:
     """Stands in for the trainer on a rank that only generates: its `version` is the version of the engine's weights."""
@@ -95,17 +92,17 @@ class Remote:
         await self._line.tell(ADMITTED, {})
 
     async def report(self, *, last: bool = False) -> None:
-        """Send rank 0 the counts since the previous report. `last`: also send the counts of `StepPart`, because no step follows."""
+        """Send rank 0 the counts since the previous report. `last`: no step follows."""
         ports = self._ports
         samples: Mapping[str, Samples] = {}
         if ports.builds_steps:
-            # Each step's `StepPart` carries the other counts.
-            counts = ports.recorder.take_counts((*GENERATED, *COUNTED) if last else GENERATED)
+            # The `StepPart` of each step has the counts of this rank. After the last step only this report can have them.
+            counts = ports.recorder.take_counts(COUNTED) if last else {}
         else:
             counts, _, samples = ports.recorder.take_metrics()
             if ports.follows:
                 # This rank is a sibling (siblings.py). Its leader sends the same counts of the trainer, which must not count twice.
-                counts = {name: value for name, value in counts.items() if name.startswith((*GENERATED, *COUNTED))}
+                counts = {name: value for name, value in counts.items() if name.startswith(COUNTED)}
                 samples = {}
         header = {
             "progress": [ports.engine.statistics().get("tokens", 0.0), ports.book.end_count],

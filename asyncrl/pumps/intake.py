@@ -186,9 +186,9 @@ class Intake:
                 f"member {trajectory.member}: components has the new name {sorted(names - self._components)[0]!r}; at most "
                 f"{MAX_COMPONENTS} different names may come from outside in a run"
             )
-        self._components = names
         if OVERLONG in trajectory.components and self._ports.config.reward.overlong.cache is not None:
             raise DataError(f"member {trajectory.member}: the component name {OVERLONG!r} is reserved; rename it")
+        self._components = names
 
     def close(self, reason: str) -> None:
         """Refuse every further `submit` and `play`. Calls that wait for a slot raise LifecycleError with `reason`."""

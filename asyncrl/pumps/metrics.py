@@ -23,6 +23,12 @@ from asyncrl.types import FinishReason, Group, StepResult, Trajectory
 
 # Prefixes of the recorder's counts that are summed over ranks.
 COUNTED = (
+    "engine/",
+    "rollout/",
+    "endpoint/",
+    "door/",
+    "loop/blocked",
+    "time/reward",
     "reward/",
     "groups/",
     "filter/",

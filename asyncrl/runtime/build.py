@@ -288,7 +288,7 @@ def _make_environment(run: OpenRun, pool: RewardPool, trainer: Trainer) -> Envir
         toolbox=toolbox,
         recorder=run.recorder,
         version=lambda: trainer.version,
-        scores=bool(run.decided.rewards or config.reward.functions or run.reward_models),
+        scores=bool(run.decided.rewards or config.reward.scores),
         column=config.data.prompt_column,
         end_session=lambda session: run.ports.engine.end_session(session),
     )

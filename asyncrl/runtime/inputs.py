@@ -357,7 +357,7 @@ def _check_model(source: str, setting: str) -> None:
 
 
 def _rows_may_lack_prompt(config: Config, environment_passed: bool = False) -> bool:
-    """Whether agents play the episodes. Rows for agents may lack a prompt. `environment_passed`: the program passes an environment."""
+    """Whether agents play the episodes: their rows may lack a prompt. `environment_passed`: the program passes an environment."""
     return environment_passed or config.rollout.environment != "single_turn"
 
 

@@ -164,7 +164,9 @@ class Journal:
             **extra,
         }
         metrics.update(self._faults.step(metrics))
-        metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # from KiB
+        # In bytes on macOS, in KiB elsewhere.
+        unit = 2**30 if sys.platform == "darwin" else 2**20
+        metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
         self._pending[report.version] = (report, metrics)
         return StepReport(report.version, report.result, metrics, report.groups, report.advantages)
 

@@ -37,9 +37,9 @@ from asyncrl.errors import (
 )
 from asyncrl.generation.lifecycle import BaseEngine
 from asyncrl.pumps.dispatch import Dispatch
-from asyncrl.pumps.follow import GENERATED, EngineVersion, Remote
+from asyncrl.pumps.follow import EngineVersion, Remote
 from asyncrl.pumps.graph import Graph, RoleParts
-from asyncrl.pumps.metrics import logged_means
+from asyncrl.pumps.metrics import COUNTED, logged_means
 from asyncrl.pumps.pipeline import Ports, Round, StepReport
 from asyncrl.telemetry.lag import monitor
 from asyncrl.telemetry.recorder import Recorder
@@ -379,8 +379,8 @@ class OpenRun:
                         await self.ports.book.end_all(outcome)
                     self.stages.begin("writing the last metrics")
                     await self.profiler.close(version)
-                    await self.journal.write_pending(self.ports.recorder.take_counts(GENERATED))
                     logged_by_program = self.ports.recorder.take_counts(("own/",))
+                    await self.journal.write_pending(self.ports.recorder.take_counts(COUNTED))
                     await self.journal.write(version, logged_means(logged_by_program))
                     for skipped in self.graph.evaluations.unfinished:
                         self.journal.warn(f"warning: version {skipped} was not evaluated: the run ended first")

@@ -23,7 +23,7 @@ from asyncrl.types import Prompt, Trajectory
 
 def as_prompt(prompt: Any, group_id: int, columns: Mapping[str, Any], config: DataConfig, tokenizer: Any) -> Prompt:
     """`prompt`: a string or messages, which are tokenized as configured, or a sequence of token ids. Errors: DataError."""
-    if not hasattr(prompt, "__len__"):
+    if not hasattr(prompt, "__len__") or isinstance(prompt, Mapping):
         raise DataError(f"the prompt is {type(prompt).__name__}; expected a string, a list of messages or token ids")
     if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], (int, np.integer)):
         text = decode(tokenizer, prompt)

@@ -25,8 +25,10 @@ class LossyStream:
         try:
             self._stream.write(text)
         except UnicodeEncodeError as error:
+            # The error may name the codec "charmap", which knows other characters.
+            encoding = self._stream.encoding or error.encoding
             with contextlib.suppress(OSError, ValueError):
-                self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
+                self._stream.write(text.encode(encoding, "replace").decode(encoding))
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self._drop_if_reader_gone(error)
         return len(text)

@@ -232,7 +232,7 @@ class Curves:
         return {
             name: [
                 total / count if count else None
-                for total, count in zip(sums, self._counts[_divisor_of(name)], strict=True)
+                for total, count in zip(sums, self._counts.get(_divisor_of(name), self._counts[name]), strict=True)
             ]
             for name, sums in sorted(self._sums.items())
         }

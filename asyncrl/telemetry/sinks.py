@@ -7,6 +7,7 @@ these ids, and sends no step twice to wandb and MLflow.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -68,9 +69,13 @@ class JsonlSink:
                 file.seek(max(0, size - (1 << 24)))  # the last line has less than 16 MiB
                 *_, line = [b"", *file.readlines()]
                 if _step_of(line) == step:
-                    file.seek(-len(line), os.SEEK_END)
                     # Spaces fill the rest of the old line, if the new line is shorter.
-                    file.write(dump({**orjson.loads(line), **metrics}).ljust(len(line) - 1) + b"\n")
+                    longer = dump({**orjson.loads(line), **metrics}).ljust(len(line) - 1) + b"\n"
+                    if os.pwrite(file.fileno(), longer, size - len(line)) < len(longer):
+                        # The disk is full. The old line still fits.
+                        os.pwrite(file.fileno(), line, size - len(line))
+                        file.truncate(size)
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
                     return
         self._last_step = step
         self._file.write(dump({"step": step, "time": round(time.time(), 3), **metrics}) + b"\n")

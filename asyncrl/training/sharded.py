@@ -211,12 +211,13 @@ class ShardedTrainer(TorchTrainer):
 
     def train_microbatch(self, batch: Microbatch) -> None:
         """Count the microbatch. With `keep`: run it, a collective of the siblings. Without `keep`: queue it, no collective."""
+        step = self._require_open()
         if self.keep:
             self._broken = True
             super().train_microbatch(batch)
             self._broken = False
             return
-        self._count(self._require_open(), batch)
+        self._count(step, batch)
         if batch.scored > 0:
             self._queue.append(batch)
 

@@ -36,6 +36,7 @@ from asyncrl.distributed.collectives import Collectives
 from asyncrl.errors import DivergenceError, TrainStepError
 from asyncrl.models.attention.context import require_context
 from asyncrl.models.copying import to_device
+from asyncrl.models.parameters.flat import copy_named
 from asyncrl.models.policy import PolicyModel
 from asyncrl.models.routes import Routes
 from asyncrl.types import Float32Array, Microbatch, Normaliser, StepResult
@@ -343,9 +344,9 @@ class TorchTrainer:
         flat = self.policy.weights
         if self.reference is not None:
             if "reference" not in state:
-                raise KeyError("the state has no reference model, but this trainer needs one (algorithm.kl.coef > 0)")
+                raise KeyError("the state has no reference model, but this trainer needs one for its loss")
             for index, name in enumerate(flat.names):
-                flat.view(self.reference, index).copy_(state["reference"][name])
+                copy_named(state["reference"], name, flat.view(self.reference, index))
         # Before the optimizer: for adapters of another LoRA rank, the error about the masters says more than the optimizer's.
         require_names("the state", self.parameters.names, state["masters"])
         self.parameters.load_masters(state["masters"])

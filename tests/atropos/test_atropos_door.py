@@ -254,6 +254,7 @@ async def test_environments_register_and_hear_how_full_the_run_is(name: str) -> 
         }  # fmt: skip
         _, first = await s.post("/register-env", asked)
         _, second = await s.post("/register-env", {**asked, "weight": 3.0})
+        assert (await s.post("/register-env", {**asked, "max_token_length": -64}))[1]["env_id"] == 2
         found = [first[key] for key in ("status", "env_id", "wandb_name", "starting_step")]
         assert found == ["success", 0, "maths_0", 3]
         assert (second["env_id"], second["wandb_name"], first["num_steps"] > 10**6) == (1, "maths_1", True)
@@ -276,7 +277,9 @@ async def test_environments_register_and_hear_how_full_the_run_is(name: str) -> 
         assert (await s.post("/disconnect-env", {"env_id": 0}))[1]["status"] == "success"
         assert (await s.get("/status-env", {"env_id": 1}))[1]["env_weight"] == 1.0
         assert (await s.get("/status-env", {"env_id": 77}))[1]["env_weight"] == 1.0  # of an earlier run
-        assert (await s.post("/disconnect-env", {"env_id": 77}))[1]["status"] == "failure"
+        # JSON's true equals 1 in Python.
+        for number in (77, True):
+            assert (await s.post("/disconnect-env", {"env_id": number}))[1]["status"] == "failure"
         assert (await s.post("/register-env", {"weight": "much"}))[0] == 422
         assert (await s.get("/status"))[1]["accepted"] == 2
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.pages import blocks
 
+from asyncrl import setting
 from asyncrl.algorithms.base import LossInputs
 from asyncrl.algorithms.registry import build_advantage, build_loss
 from asyncrl.cli.explain import explain
@@ -77,6 +78,12 @@ class Hyphened(Base):
 
 
 @dataclass(frozen=True)
+class Unbounded(Base):
+    name = "unbounded"
+    slope: float = setting(-1.0, "None.", gt=0)
+
+
+@dataclass(frozen=True)
 class Derived(Clipped):
     """A default and a setting of its own beside those of PPO's clip."""
 
@@ -113,6 +120,17 @@ class Shift(Method):
 @of_group(alone=True, settings=Shift)
 def shifted(rewards, settings):
     """`r - by`."""
+    return as_rewards(rewards) - settings.by
+
+
+@dataclass(frozen=True)
+class Clip(Method):
+    section = "clip"
+    by: float = setting(0.5, "What is taken off a reward.")
+
+
+@of_group(settings=Clip)
+def clipped(rewards, settings):
     return as_rewards(rewards) - settings.by
 
 
@@ -268,12 +286,18 @@ def test_its_settings_are_checked_as_ours(folder: Path, override: str, words: st
         ("Undecorated", "decorate the class with @dataclass(frozen=True)"),
         ("Taken", "would be algorithm.kl.*, which are taken"),
         ("Hyphened", "the section 'my-loss'; use letters, digits and _"),
+        ("Unbounded", "whose setting slope has the default -1.0: Input should be greater than 0"),
         ("means", "no class derived from asyncrl.LossMethod"),
     ],
 )
 def test_a_loss_without_the_properties_of_ours_is_refused(folder: Path, name: str, words: str) -> None:
     text = refusal(f"algorithm.loss={folder}/others.py:{name}")
     assert f"others.py:{name}'" in text and words in text
+
+
+def test_a_bound_that_nothing_checks_is_refused() -> None:
+    with pytest.raises(TypeError, match="no argument 'minimum'; a bound is gt, ge, lt or le"):
+        setting(1.0, "None.", minimum=0)
 
 
 def test_a_loss_of_sequences_and_an_advantage_of_a_component_have_them(folder: Path) -> None:
@@ -295,6 +319,7 @@ def test_a_loss_of_sequences_and_an_advantage_of_a_component_have_them(folder: P
         ("listed", "expected a numpy array"),
         ("one_only", "zip() argument 2 is shorter"),
         ("Right", "which is no function of rewards"),
+        ("clipped", "would be algorithm.clip.*, which are taken"),
     ],
 )
 def test_an_advantage_without_a_number_for_each_member_is_refused(folder: Path, name: str, words: str) -> None:

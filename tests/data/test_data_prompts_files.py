@@ -34,6 +34,12 @@ def test_jsonl_parquet_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
         assert [dict(rows[index]) for index in range(len(rows))] == ROWS, name
 
 
+def test_a_csv_value_may_be_long(tmp_path: Path) -> None:
+    text = "x" * 200_000
+    (tmp_path / "a.csv").write_text(f"prompt\n{text}\n")
+    assert dict(open_rows(tmp_path / "a.csv")[0]) == {"prompt": text}
+
+
 def test_csv_values_are_strings(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfprompt,answer\r\n"1,\n""x""",007\r\n\r\n2+2=,\r\n')
     rows = open_rows(tmp_path / "a.csv")

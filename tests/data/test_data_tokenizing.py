@@ -393,3 +393,10 @@ def test_a_date_stays() -> None:
         "data.date (now 2024-07-26;" in line
         for line in PromptEncoder(tokenizer, DataConfig(date="2024-07-26")).warnings
     )
+
+
+def test_a_date_that_cannot_stay_is_told() -> None:
+    tokenizer = tokenizer_of("llama3_2")
+    tokenizer.chat_template = template_of("llama3_2").replace('strftime_now("', 'strftime_now("" ~ "')
+    [line] = PromptEncoder(tokenizer, DataConfig(date="2024-07-26")).warnings
+    assert "in a form that data.date does not change" in line

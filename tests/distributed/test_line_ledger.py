@@ -505,3 +505,24 @@ async def test_whose_groups_were_in_the_last_step_is_known_to_rank_0_whoever_com
             assert a.last_step(1) == [ids[b]]
             for each in (a, b):
                 await each.release(turn)
+
+
+async def test_another_thread_does_not_read_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog's thread asks while the loop may be in the middle of a change."""
+    async with many_ranks(2, 5, 0) as (a, _):
+        server, readers = a._server, list[int]()
+        assert server is not None
+        read = server.state
+
+        def state(rank: int) -> Any:
+            readers.append(threading.get_ident())
+            return read(rank)
+
+        monkeypatch.setattr(server, "state", state)
+        a._on_change()
+        thread = threading.Thread(target=a.describe)
+        thread.start()
+        thread.join()
+        assert readers == []
+        a.describe()
+        assert readers == [threading.get_ident()]

@@ -53,6 +53,7 @@ def test_a_rank_in_both_lists_does_both() -> None:
         ({"train": 1}, "roles.generate is not; set both"),
         ({"train": 1, "generate": 2}, "which are 3 ranks, and the run has 4; start 3 ranks"),
         ({"train": 0, "generate": 4}, "roles.train names no rank"),
+        ({"train": 5, "generate": -1}, "give counts of at least 0"),
         ({"train": 4, "generate": 0}, "roles.generate names no rank"),
         ({"train": (0, 1), "generate": 2}, "train: [0, 1], generate: 2}: give two counts"),
         ({"train": (0, 0, 1), "generate": (2, 3)}, "names rank 0 twice"),

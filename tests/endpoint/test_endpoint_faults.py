@@ -60,7 +60,7 @@ async def test_a_key_reaches_its_own_episode_alone() -> None:
         assert (await o.post(CHAT, ASK, "x", **{"x-api-key": o.key}))[0] == 401
         head, digits = o.key.rsplit("-", 1)
         wrong = f"{head}-{digits[:-1]}{'0' if digits[-1] != '0' else '1'}"
-        for bad in (wrong, head, "", f"asyncrl-2-{digits}", key + "0", "é"):
+        for bad in (wrong, head, "", f"asyncrl-2-{digits}", key + "0", "é", f"asyncrl-\u0661-{digits}"):
             status, reply = await o.post(CHAT, ASK, bad)
             assert status == 401 and reply["error"]["type"] == "authentication_error"
         assert (other.turns, o.session.turns) == (1, 0)
@@ -128,6 +128,10 @@ async def test_methods_and_paths() -> None:
             assert reply.status == 404 and (await reply.json())["error"]["type"] == "not_found_error"
         async with o.http.get(f"{o.origin}/openapi.json") as reply:
             assert reply.status == 401
+        async with o.http.get(f"{o.origin}/openapi.json", headers=headers) as reply:
+            paths = (await reply.json())["paths"]
+        for path, streams in (("/v1/chat/completions", True), ("/inference/v1/generate", False)):
+            assert ("text/event-stream" in paths[path]["post"]["responses"]["200"]["content"]) == streams
 
 
 async def test_a_key_ends_with_its_episode() -> None:

@@ -220,8 +220,8 @@ async def test_parameters_reach_the_engine() -> None:
         assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.max_tokens) == (0.5, 4, 0.1, 9)
         assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -1, 1.5)
         assert sampling.logit_bias == {7: -3} and sampling.stop == ("x", "y") and sampling.stop_token_ids == (3,)
-        assert (await o.post("/v1/chat/completions", ASK | {"max_tokens": 1 << 20}))[0] == 200
-        assert script.requests[1].sampling.max_tokens == 256
+        assert (await o.post("/v1/chat/completions", ASK | {"max_tokens": 1 << 20, "stop": []}))[0] == 200
+        assert script.requests[1].sampling.max_tokens == 256 and script.requests[1].sampling.stop == ()
 
 
 async def test_limits_and_the_temperature_of_an_episode_are_errors_that_say_why() -> None:

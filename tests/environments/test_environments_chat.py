@@ -176,6 +176,13 @@ def test_calls_of_the_common_formats(text: str, content: str, count: int) -> Non
     assert (rest.strip(), garbage) == (content, 0)
 
 
+@pytest.mark.parametrize("parameters", [None, ["city"], {"properties": ["city"]}, {"properties": {"city": "string"}}])
+def test_a_schema_that_is_no_mapping_says_nothing_of_the_types(parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    text = "<tool_call><function=look><parameter=city>7</parameter></function></tool_call>"
+    assert read_calls(text, [tool]) == ("", "", [("look", '{"city": 7}')], 0)
+
+
 @pytest.mark.parametrize(
     ("text", "thought", "content", "garbage"),
     [
@@ -230,7 +237,13 @@ def test_a_call_that_cannot_be_read_stays_text_and_is_counted(text: str) -> None
 
 
 @pytest.mark.parametrize(
-    "begun", ["<tool_call>", "<|tool_call_start|>", "<|tool_call_begin|>look<|tool_call_argument_begin|>"]
+    "begun",
+    [
+        "<tool_call>",
+        "<|tool_call_start|>",
+        "<|tool_call_begin|>look",
+        "<|tool_call_begin|>look<|tool_call_argument_begin|>",
+    ],
 )
 def test_white_space_after_a_begun_call_does_not_hold_up_the_run(begun: str) -> None:
     text = begun + "\n" * 20_000

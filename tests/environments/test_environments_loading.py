@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.config.imports import check_address, load_object, place_of, split_address
-from asyncrl.environments.loading import load_environment
+from asyncrl.environments.loading import load_environment, takes_policy
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import ConfigError
 from asyncrl.types import SamplingParams
@@ -158,3 +158,13 @@ def test_a_folder_beside_the_standard_library_is_the_users():
     with pytest.raises(ValueError, match="no such row") as caught:
         exec(compile("raise ValueError('no such row')", file, "exec"))
     assert place_of(caught.value) == f" ({file}:1)"
+
+
+def test_an_episode_may_have_positional_parameters():
+    async def episode(task, policy, /):
+        return 1.0
+
+    async def sampled(prompt, /):
+        return prompt
+
+    assert takes_policy(episode) and not takes_policy(sampled)

@@ -202,6 +202,8 @@ async def test_functions_coroutines_methods_and_tools_answer_in_the_order_of_the
         ("add", '{"a": 1, "b": ' + "9" * 5000 + "}", "the arguments are not valid JSON", "add/refused"),
         ("add", "[" * 100_000, "the arguments are not valid JSON", "add/refused"),
         ("add", "[1, 2]", "expected a JSON object", "add/refused"),
+        ("add", "[]", "expected a JSON object", "add/refused"),
+        ("add", "false", "expected a JSON object", "add/refused"),
         ("add", '{"a": 1}', "b: Missing required argument", "add/refused"),
         ("add", '{"a": 1, "b": 2, "c": 3}', "c: Unexpected keyword argument", "add/refused"),
         ("add", '{"a": 1, "b": "many"}', "b: Input should be a valid integer", "add/refused"),

@@ -166,6 +166,10 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (4, {"temperature": -1.0}, "temperature is -1"),
     (4, {"temperature": float("nan")}, "temperature is nan"),
     (4, {"top_p": 0.0}, "top_p is 0"),
+    (4, {"top_p": "1"}, "top_p is '1', expected 0 < top_p <= 1"),
+    (4, {"stop": (5,)}, r"stop is \(5,\), expected a tuple of strings"),
+    (4, {"logit_bias": {1: "x"}}, "logit_bias is {1: 'x'}, expected a dict of token ids"),
+    (4, {"stop_token_ids": ("x",)}, r"stop_token_ids is \('x',\), expected a tuple of token ids"),
     (4, {"top_k": -2}, "top_k is -2"),
 ]
 

@@ -98,6 +98,16 @@ def careless(seed: int) -> tuple[Any, Any]:
     return Mean(masked=False), make_tokenizer()
 
 
+class NanIfPadded(Mean):
+    def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+        is_padded = (attention_mask == 0).any(-1)
+        return super().forward(input_ids, attention_mask).masked_fill(is_padded, float("nan"))
+
+
+def nan_if_padded(seed: int) -> tuple[Any, Any]:
+    return NanIfPadded(), make_tokenizer()
+
+
 class IdsAlone(nn.Module):
     def forward(self, input_ids: Any) -> Any:
         return input_ids.float().mean(-1, keepdim=True)

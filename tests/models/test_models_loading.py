@@ -312,6 +312,9 @@ def no_seed():
 def backwards(seed):
     return AutoTokenizer.from_pretrained(HERE), 3
 
+def wordless(seed):
+    return AutoModelForCausalLM.from_pretrained(HERE), None
+
 made = 3
 
 def double(seed):
@@ -356,6 +359,7 @@ def test_a_function_that_loads_weights_is_described_too(directory: Path) -> None
             r"builders\.py:no_seed cannot be called with a seed \(too many positional arguments\); expected a func",
         ),
         ("backwards", r"backwards returned \(.*Tokenizer.*, int\); expected \(transformers model, tokenizer\)"),
+        ("wordless", r"wordless returned \(.*, NoneType\); expected \(transformers model, tokenizer\)"),
         ("made", r"builders\.py:made is of type int; expected a function that takes a seed"),
     ],
 )

@@ -138,8 +138,9 @@ def test_any_module_by_its_address(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_a_reward_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"depend on the other texts of its batch.*attention_mask"):
-        load(f"{HERE}:careless")
+    for name in ("careless", "nan_if_padded"):
+        with pytest.raises(ConfigError, match=r"depend on the other texts of its batch.*attention_mask"):
+            load(f"{HERE}:{name}")
     with pytest.raises(
         ConfigError, match=r"reward.model: .*raised TypeError for the arguments input_ids and attention_mask"
     ):

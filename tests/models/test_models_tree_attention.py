@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.models.attention.general import GeneralAttention
 from asyncrl.models.attention.interface import AttentionTerms
-from asyncrl.models.attention.ragged import RaggedTree, RaggedWindow
+from asyncrl.models.attention.ragged import RaggedTree, RaggedWindow, largest_error
 from asyncrl.models.attention.rows import NodeRow, fits, group_into_bins, row_bytes
 from asyncrl.models.attention.tree import PaddedRows, TreePlan
 
@@ -332,3 +332,19 @@ def test_gradients_of_keys_that_many_rows_share_are_summed_in_float32(way: str) 
             gradients = tuple(torch.empty_like(part) for part in values)
             window.backward(out, (*values, out, lse), 0.3, gradients)  # type: ignore[arg-type]  # three of them
     assert sums.dtypes.count(torch.float32) == 2 and len(sums.dtypes) <= 3, sums.dtypes
+
+
+@pytest.mark.parametrize("broken", ["forward", "cached", "backward"])
+def test_the_error_of_a_kernel_that_makes_nan_is_nan(broken: str) -> None:
+    class Kernel(ReferenceKernel):
+        pass
+
+    def spoil(kernel: Kernel, *arguments: Any) -> Any:
+        parts = getattr(ReferenceKernel, broken)(kernel, *arguments)
+        (parts if broken == "cached" else parts[0])[3] = torch.nan
+        return parts
+
+    where = torch.device("cpu"), torch.float32, 16
+    assert largest_error(Kernel(), *where) < 1e-5
+    setattr(Kernel, broken, spoil)
+    assert np.isnan(largest_error(Kernel(), *where))

@@ -124,7 +124,14 @@ async def test_closing_while_a_successor_starts_leaves_nobody(turns):
 async def test_a_successor_that_stands_still_is_named_and_replaced(who, monkeypatch, caplog):
     """Stopped before it has loaded the functions. A guard that is stopped cannot obey."""
     deadlines = iter([60.0, 2.0])  # of the first worker and of its successor
-    monkeypatch.setattr(RewardWorker, "load", lambda *a, load=RewardWorker.load: load(*a[:-1], next(deadlines, 60.0)))
+    suspended, load = asyncio.Event(), RewardWorker.load
+
+    async def load_later(worker, specs, request, _):
+        if (limit_s := next(deadlines, 60.0)) == 2:
+            await suspended.wait()
+        return await load(worker, specs, request, limit_s)
+
+    monkeypatch.setattr(RewardWorker, "load", load_later)
     monkeypatch.setattr("asyncrl.concurrency.child.GUARD_S", 0.2)
     async with pool("by_order") as rewards:
         (first,) = rewards._alive
@@ -138,6 +145,7 @@ async def test_a_successor_that_stands_still_is_named_and_replaced(who, monkeypa
                 await asyncio.sleep(0)
                 stopped = next(iter(stopped.children()), stopped)
         stopped.suspend()
+        suspended.set()
         async with asyncio.timeout(60):
             await reward(rewards, "go")
         assert not stopped.is_running()

@@ -124,6 +124,13 @@ def test_a_stream_that_was_closed_leaves_no_descriptor(tmp_path: Path) -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
+def test_characters_that_a_charmap_lacks_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with path.open("w", encoding="iso8859-15") as file:
+        LossyStream(file).write("a \xa4 \u20ac z")
+    assert path.read_text(encoding="iso8859-15") == "a ? \u20ac z"
+
+
 def test_a_full_disk_behind_the_output(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full, Run(tmp_path, DRY | {"telemetry": {"live": "plain"}}, stdout=full) as run:
         assert run.ends() == 0

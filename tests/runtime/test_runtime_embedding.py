@@ -122,8 +122,8 @@ async def test_what_submit_refuses(tmp_path: Path) -> None:
             ([], [], "at least one"),
             ([one[0], other[0]], [0.0, 1.0], "one group"),
             (one, [0.0, float("nan")], "finite"),
-            (one, [0.0, "1"], "reward 1 is '1'; expected a finite number, or None"),
-            (one, [0.0, [1.0]], r"reward 1 is \[1.0\]; expected a finite number, or None"),
+            (one, [0.0, "1"], "reward of member 1 is '1'; expected a finite number, or None"),
+            (one, [0.0, [1.0]], r"reward of member 1 is \[1.0\]; expected a finite number, or None"),
             ([t.completion for t in one], [0.0, 1.0], "trajectory 0 is str; expected an asyncrl.Trajectory"),
             (one[:1], [0.0], "group_size of trajectory 0 is 2, but 1 trajectories were submitted"),
             ([replace(t, member=0) for t in one], [0.0, 1.0], r"the member numbers are \[0, 0\]"),
@@ -145,10 +145,12 @@ async def test_what_is_no_number_of_ones_own_is_refused_by_name(tmp_path: Path) 
     async with runtime:
         group = await runtime.generate("a", n=2)
         for bad in BAD_NUMBERS:
-            with pytest.raises(DataError, match=r"log: tools/calls 0 is .*; expected a finite number"):
+            with pytest.raises(DataError, match=r"log: tools/calls is .*; expected a finite number"):
                 runtime.log("tools/calls", bad)
             for kind in ("components", "metrics"):
-                with pytest.raises(DataError, match=rf"submit: {kind}: a 1 is .*; expected a finite number, or None"):
+                with pytest.raises(
+                    DataError, match=rf"submit: {kind}: a of member 1 is .*; expected a finite number, or None"
+                ):
                     await runtime.submit(group, [0.0, 1.0], **{kind: {"a": [0.0, bad]}})
         for name in BAD_NAMES:
             with pytest.raises(DataError, match=r"log: .* is not a name"):
@@ -254,6 +256,7 @@ async def test_what_generate_refuses(tmp_path: Path) -> None:
             ("a", 0, "n=0 completions was asked for; expected 1 or more"),
             ("", 1, "the prompt is an empty string"),
             (None, 1, "the prompt is NoneType; expected a string, a list of messages or token ids"),
+            ({"role": "user", "content": "a"}, 1, "the prompt is dict; expected a string, a list of messages"),
         ):
             with pytest.raises(DataError, match=words):
                 await runtime.generate(prompt, n=n)

@@ -166,6 +166,15 @@ def test_the_documented_rubric_trains_and_evaluates(here: Path) -> None:
     assert trained[f"reward/{judge['name']}/requests/mean"] == 1
 
 
+def test_a_judge_alone_scores_the_episodes_of_an_agent(here: Path) -> None:
+    (here / "agent.py").write_text(AGENT)
+    with JudgeServer().serve_in_thread() as url:
+        reward, rollout = {"judge": {"url": url, "criteria": "It is long."}}, {"environment": "agent.py:episode"}
+        sections = {"reward": reward, "rollout": REAL["rollout"] | rollout}
+        assert run(here, "data.max_prompt_tokens=30", **sections) == 0
+    assert all(line["reward/judge/applicable"] == 1 for line in metrics_of(here / "runs/run"))
+
+
 class HalfSilent(JudgeServer):
     """Every second reply has no score."""
 

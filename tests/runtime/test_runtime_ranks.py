@@ -61,6 +61,9 @@ async def test_two_ranks_train_their_ordinals_of_each_step_and_the_weights_of_on
     for name, weight in weights_of(tmp_path / "first/runs/run", 3).items():
         assert weight.dtype == torch.float64
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-12)
+    # The engines of both ranks count.
+    of_one, of_two = (metrics_of(tmp_path / folder / "runs/run") for folder in ("", "first"))
+    assert [line["engine/tokens"] for line in of_two] == [line["engine/tokens"] for line in of_one]
 
 
 def test_a_dry_run_of_two_ranks_steps_together_and_counts_every_group(tmp_path: Path) -> None:

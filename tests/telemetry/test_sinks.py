@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import re
+import resource
 import sys
 import time
 import tracemalloc
@@ -78,6 +79,26 @@ def test_more_of_the_last_step_goes_into_its_line(tmp_path: Path, earlier: bool)
     sinks.close()
     assert lines(path)[1] == before[1] | {"eval/a": 2.0, "reward/mean": 0.0}
     assert [row["step"] for row in lines(path)] == [1, 2, 3]
+
+
+def test_a_full_disk_leaves_the_last_line_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    for step in (1, 2):
+        sink.write(step, {"loss": 0.5})
+    before, (soft, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A file of at most this size behaves like one on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            sink.write(2, {"eval/reward": 0.25})
+        assert path.read_bytes() == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sink.write(2, {"eval/reward": 0.25})
+    sink.write(3, {"loss": 0.125})
+    sink.close()
+    assert [(line["step"], line.get("eval/reward")) for line in lines(path)] == [(1, None), (2, 0.25), (3, None)]
 
 
 def test_the_lines_of_a_long_run_are_never_all_in_memory(tmp_path: Path) -> None:

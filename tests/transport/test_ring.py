@@ -211,6 +211,7 @@ async def test_strangers_at_the_door_are_told_why(name: str) -> None:
             (json.dumps({"protocol": 99}).encode(), "protocol 99"),
             (json.dumps({"protocol": 2, "producer": "xyz"}).encode(), "16 bytes"),
             (b"x" * 5000, "longer than"),
+            (b"[" * 4096, "not of this protocol"),
         ):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                 stranger.connect(address)
@@ -219,7 +220,15 @@ async def test_strangers_at_the_door_are_told_why(name: str) -> None:
                 assert words in answer["error"]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as shy:
             shy.connect(address)
-        assert ring.statistics().refused == 5 and ring.statistics().producers == 1
+        assert ring.statistics().refused == 6 and ring.statistics().producers == 1
+
+
+@both_loops
+async def test_a_connection_that_is_called_readable_without_cause_stays(name: str) -> None:
+    async with pair(name) as (ring, _):
+        [link] = ring._links.values()
+        ring._on_connection(link)
+        assert link.connection is not None and ring.statistics().producers == 1
 
 
 @both_loops

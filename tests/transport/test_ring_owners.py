@@ -414,10 +414,14 @@ def test_idle_consumers_and_blocked_producers_do_not_wake_for_5_seconds(name: st
     for pid in pids:  # until all are asleep
         while state_of(pid) != "S":
             quiet.wait(0.01)
-    quiet.wait(0.5)
-    before = [switches(pid) for pid in pids]
-    quiet.wait(5)
-    assert [switches(pid) for pid in pids] == before
+    # On a busy machine a thread may get its last turn late. What wakes of itself does so in each window.
+    for _ in range(4):
+        quiet.wait(0.5)
+        before = [switches(pid) for pid in pids]
+        quiet.wait(5)
+        if (after := [switches(pid) for pid in pids]) == before:
+            break
+    assert after == before
     for producer in producers:
         producer.kill()
         finish(producer)

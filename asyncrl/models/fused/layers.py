@@ -295,7 +295,9 @@ def _are_linear(*products: list[Any]) -> bool:
 
 def _knows_settings(block: nn.Module) -> bool:
     """Whether a layer's modules have only `_KNOWN_SETTINGS`, and no dropout. Experts may have any setting: their own code runs."""
-    modules = {"block": block, "attention": block.self_attn} | ({"mlp": block.mlp} if experts_of(block) is None else {})
+    modules = {"block": block, "attention": block.self_attn} | (
+        {"mlp": _mlp_of(block)} if experts_of(block) is None else {}
+    )
     return all(
         not value if name.endswith("dropout") else name in _KNOWN_SETTINGS[kind]
         for kind, part in modules.items()

@@ -225,10 +225,17 @@ class FlatParameters(FlatWeights):
         return self.layout().views(self.grad)
 
     def load_masters(self, state: Mapping[str, Tensor]) -> None:
-        """Copies named tensors into the masters and refreshes."""
+        """Copies named tensors into the masters and refreshes. Errors: those of `copy_named`."""
         for name, master in self.named_masters():
-            master.copy_(state[name])
+            copy_named(state, name, master)
         self.refresh()
+
+
+def copy_named(state: Mapping[str, Tensor], name: str, target: Tensor) -> None:
+    """Copies `state[name]`. Errors: KeyError if it is missing or has another shape, to which `copy_` might broadcast."""
+    if state[name].shape != target.shape:
+        raise KeyError(f"{name} has shape {tuple(state[name].shape)} in the state, not {tuple(target.shape)}")
+    target.copy_(state[name])
 
 
 class ServedParameters(FlatParameters):

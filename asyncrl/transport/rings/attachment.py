@@ -84,7 +84,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         return dict(json.loads(raw)), list(fds)
     except BaseException as error:
         _close(fds)
-        if isinstance(error, ValueError | TypeError):
+        if isinstance(error, ValueError | TypeError | RecursionError):
             raise TransportError(f"a message about a ring is not of this protocol: {error}") from error
         raise
 

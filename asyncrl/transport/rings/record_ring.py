@@ -409,9 +409,13 @@ class RecordRing:
         connection = link.connection
         if connection is None:
             return
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        try:
             if connection.recv(1):
                 return
+        except BlockingIOError:
+            return  # there is nothing to read
+        except ConnectionError:
+            pass
         link.disconnect(self._loop)
         self._poll_ring(link)
         if link.ended():
