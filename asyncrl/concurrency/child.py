@@ -123,6 +123,8 @@ class ChildProcess:
     def processor_s(self) -> float:
         """CPU seconds of all threads of the child, or of its guard if it has one. NaN after the end, and on macOS."""
         with contextlib.suppress(OSError):
+            if self._popen.returncode is not None:
+                return math.nan  # another process may have this pid
             # The id of the process's clock, as clock_getcpuclockid(3) makes it.
             return time.clock_gettime((~self.pid << 3) | 2)
         return math.nan
@@ -191,7 +193,8 @@ class ChildProcess:
             self._output.close()
         if self._cancel_timer is not None:
             self._cancel_timer()
-        self.ended.set_result(None)
+        if not self.ended.done():
+            self.ended.set_result(None)
 
     def _read_tail(self) -> bytes:
         if self._output is None:

@@ -73,7 +73,7 @@ class Supervisor:
 
     @property
     def failure(self) -> BaseException | None:
-        """The first failure, if any. Callable from any thread."""
+        """The first failure, if any, while the supervisor is open. Callable from any thread."""
         return next(iter(self._failures), None)
 
     def cancel(self) -> None:

@@ -247,8 +247,8 @@ class Chat:
         return text
 
     def _marked(self, reply: Mapping[str, Any], ended: bool) -> list[dict[str, Any]]:
-        """Forms of the reply with marks, to be tried in this order. If the reply has not `ended`, its calls are left out: `extend`
-        cuts off the text of calls at the end token, which such a reply lacks."""
+        """Forms of the reply with marks, to be tried in this order. If the reply has not `ended`, its calls are left out:
+        `extend` drops the text of calls, up to the end token, which such a reply lacks."""
         marked: dict[str, Any] = {"role": "assistant", "content": _CONTENT}
         if reply.get("reasoning_content"):
             marked["reasoning_content"] = _REASONING

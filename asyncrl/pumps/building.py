@@ -192,7 +192,11 @@ def mask_earlier_turns(ports: Ports, rows: list[Rows]) -> list[Rows]:
         columns = dict(group_rows.columns)
         for name in {REFERENCE, OLD} & columns.keys():
             triples = zip(columns[name], old, new, strict=True)
-            columns[name] = [values[after.mask[before.mask]] for values, before, after in triples]
+            # `mask_overlong` keeps the values of a completion that it masks.
+            columns[name] = [
+                values[after.mask[before.mask]] if before.mask.any() else values[:0]
+                for values, before, after in triples
+            ]
         masked.append(replace(group_rows, group=replace(group_rows.group, trajectories=new), columns=columns))
     return masked
 

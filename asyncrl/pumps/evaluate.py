@@ -2,7 +2,7 @@
 
     consumes     held-out prompts, at each version that `evaluate.every` selects, and at the last version
     produces     metrics, for the line of the version in metrics.jsonl
-    waits for    the engine, whose weights stay at this version; rewards
+    waits for    the engine, or its pinned worker, whose weights stay at this version; rewards
     is woken by  the publish pump, after a version is published and before its slots are released
 
 The random numbers of a held-out prompt are the same at every version, because its group id is always -1 - row. So two

@@ -232,7 +232,9 @@ class Graph:
             self.time_is_up = True
             if self._only_submitted:
                 await self.drain()
-            elif self._ports.alone and self._follow is None:  # several ranks agree on a step by `stop_at` instead
+            elif (
+                self._ports.trains_alone and self._follow is None
+            ):  # several ranks agree on a step by `stop_at` instead
                 self._claims.stop_after_step()
             await self._finished.wait()
         if not self._training_completed:
@@ -323,7 +325,7 @@ class Graph:
         `role_parts`: LifecycleError if this rank builds no steps, or if other ranks, which ignore this call, must send weights."""
         ports, interval = self._ports, self._ports.config.rollout.weight_sync_interval
         has_roles = self._role_parts.dispatch is not None or self._role_parts.remote is not None
-        if has_roles and (not ports.builds_steps or (interval > 1 and not ports.alone)):
+        if has_roles and (not ports.builds_steps or (interval > 1 and not ports.trains_alone)):
             raise LifecycleError(
                 "evaluate: distributed.roles or distributed.context is set; call evaluate on rank 0, and if several ranks train, "
                 f"set rollout.weight_sync_interval=1 (it is {interval})"
@@ -345,9 +347,9 @@ class Graph:
     def is_last_version(self) -> bool:
         """Whether it is known that no step follows the version that the trainer has now. All training ranks get the same answer."""
         ports = self._ports
-        # `ledger.finished` becomes True at a different moment on each rank, so it is used only if there are no other ranks. With
+        # `ledger.finished` becomes True at a different moment on each rank, so it is used only if no other rank trains. With
         # fsdp a rank that has seen the end would save the last version, and wait for the shard of a rank that has not seen the end.
-        return self._claims.finished or (ports.alone and ports.ledger.finished)
+        return self._claims.finished or (ports.trains_alone and ports.ledger.finished)
 
     @property
     def waiting_prompt(self) -> int | None:

@@ -42,7 +42,7 @@ class Gather(Protocol):
 
 
 async def gather_alone(part: T) -> list[T]:
-    """`Gather` for a run with one rank."""
+    """`Gather` if no other rank builds steps, and on a rank that builds none."""
     return [part]
 
 
@@ -104,7 +104,7 @@ class Ports:
     note: Callable[[str], None] = lambda text: None
 
     @property
-    def alone(self) -> bool:
+    def trains_alone(self) -> bool:
         """Whether no other rank trains."""
         return self.ranks == self.config.distributed.context == 1
 

@@ -96,7 +96,7 @@ class FailedGroups:
         self._first_failure: str | None = None  # the message about the first failed step
 
     async def end(self, step: Step, error: GroupsFailed | DivergenceError) -> None:
-        """Call this method after the step was aborted. Returns if the run can continue. Errors: TrainStepError with the names of
+        """Call this method after the step was aborted. Raises unless the run can continue. Errors: TrainStepError with the names of
         the failed groups; a DivergenceError stays a DivergenceError. If no group is known as the cause: the original error."""
         ports = self._ports
         cause = error.cause if isinstance(error, GroupsFailed) else error
@@ -107,7 +107,7 @@ class FailedGroups:
         if ports.replay is not None:
             ports.replay.remove(replayed for replayed, group_id in replaced.items() if group_id in blamed)
         message = f"{names} failed in the step ({type(cause).__name__}: {str(cause)[:MAX_ERROR_CHARACTERS]})"
-        if ports.alone and self._first_failure is None and isinstance(error, GroupsFailed) and failed:
+        if ports.trains_alone and self._first_failure is None and isinstance(error, GroupsFailed) and failed:
             with anyio.CancelScope(shield=True):
                 for rows in failed:
                     await ports.book.end(rows.group_id, "dropped", message)
@@ -129,4 +129,4 @@ def _name(rows: Rows, replayed: Group | None) -> str:
     """The id of the group, the name that its producer gave it, if any, and the group that was trained in its place, if any."""
     leases = ", ".join(dict.fromkeys(map(str, rows.leases)))
     name = f"group {rows.group_id}" + (f" ({leases})" if leases else "")
-    return name if replayed is None else f"{name}, replaced by group {replayed.group_id} of the replay buffer,"
+    return name if replayed is None else f"{name} (replaced by group {replayed.group_id} of the replay buffer)"

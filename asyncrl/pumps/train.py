@@ -171,7 +171,7 @@ class TrainPump:
         trainer = self._ports.trainer
         if self._surveys:
             # A publish has a collective, for the time limit. On every rank this collective must run before the survey.
-            if not self._ports.alone:
+            if not self._ports.trains_alone:
                 await self._wait_last_published()
             with blame_groups(step.group_ids):
                 step.loss, batches = await trainer.survey(self._ports.loss, batches)

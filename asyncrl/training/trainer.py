@@ -128,7 +128,7 @@ class TorchTrainer:
         loss = self._with_entropy_control(loss)
         if loss.bonus_needs_scale:
             raise TrainStepError(
-                f"the terms of loss {loss.name} are divided by {loss.normaliser.value} and by tokens: survey the whole step first"
+                f"loss {loss.name} and its entropy bonus are divided by different numbers: survey the whole step first"
             )
         normalisers = empty_metrics(loss, self.parameters.master_dtype, self.policy.device)
         if self.balance is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,20 @@ from pumps_plan import TOKENS, Plan, make_prompt, make_trajectory
 import asyncrl
 from asyncrl.algorithms.advantages import GroupRewards
 from asyncrl.algorithms.registry import ADVANTAGES, build_advantage
+from asyncrl.config.load import load_config
 from asyncrl.data.packing import pack_groups
-from asyncrl.data.store import REFERENCE
+from asyncrl.data.store import REFERENCE, Rows
 from asyncrl.errors import DataError
-from asyncrl.pumps.building import RewardReader, advantages_of_rank, logprob_columns, minibatches_of_rank
+from asyncrl.pumps.building import (
+    RewardReader,
+    advantages_of_rank,
+    logprob_columns,
+    mask_earlier_turns,
+    mask_overlong,
+    minibatches_of_rank,
+)
 from asyncrl.pumps.metrics import merge_results
-from asyncrl.types import Float32Array, Group, Microbatch, StepResult, Ticket, Trajectory
+from asyncrl.types import FinishReason, Float32Array, Group, Microbatch, StepResult, Ticket, Trajectory
 
 # -- advantages ------------------------------------------------------------------------------------------------------
 
@@ -251,6 +260,21 @@ async def test_whatever_the_packing_every_token_gets_its_own() -> None:
     assert batch.reference_logprobs is None, "a column that a group lacks is no column of the microbatch"
 
 
+def test_a_completion_that_is_masked_as_a_whole_has_no_log_probs_of_its_last_reply() -> None:
+    members = []
+    for member, reason in enumerate((FinishReason.STOP, FinishReason.LENGTH)):
+        one = make_trajectory(0, member, 2, [0] * 4, reward=0.0)
+        begins = np.array([one.prompt_length, one.prompt_length + 3], np.int32)
+        members.append(replace(one, finish_reason=reason, turns=begins))
+    config = load_config([], ["algorithm.credit=last_turn", "algorithm.mask.truncated=true"])
+    ports: Any = SimpleNamespace(config=config)
+    column = [np.arange(4, dtype=np.float32) for _ in members]
+    rows = [Rows(Group(Ticket(0, 0, 2), make_prompt(0), tuple(members)), {REFERENCE: column}, claimed=True)]
+    [masked] = mask_earlier_turns(ports, mask_overlong(ports, rows))
+    assert [each.tolist() for each in masked.columns[REFERENCE]] == [[3.0], []]
+    assert [int(each.mask.sum()) for each in masked.group.trajectories] == [1, 0]
+
+
 # -- replay ----------------------------------------------------------------------------------------------------------
 
 
@@ -344,7 +368,7 @@ def test_a_replayed_group_that_a_step_fails_on_leaves_the_buffer_and_the_group_t
     house = live(with_replay(trainer_fails={("microbatch", 2): error}))
     assert house.error is None and house.books.trained == 3 * STEPS and house.books.dropped == 1
     [reason] = house.book.reasons
-    assert ", replaced by group 0 of the replay buffer, failed in the step (DataError: the loss is nan)" in reason
+    assert " (replaced by group 0 of the replay buffer) failed in the step (DataError: the loss is nan)" in reason
     assert [0 in step for step in trained_by_step(house)] == [True] + [False] * (STEPS - 1)
 
 

@@ -184,7 +184,7 @@ def test_bnpo_is_the_mean_over_microbatches_of_their_token_means() -> None:
 
 def test_two_normalisers_without_a_survey_are_refused_before_anything_is_opened() -> None:
     trainer = TorchTrainer(tiny_policy(), TrainConfig(), max_completion_length=MAX_LENGTH)
-    with pytest.raises(TrainStepError, match="divided by sequences and by tokens: survey the whole step first"):
+    with pytest.raises(TrainStepError, match="divided by different numbers: survey the whole step first"):
         trainer.begin_train_step(build_loss("grpo", entropy_coef=0.1))
     assert trainer._step is None
 

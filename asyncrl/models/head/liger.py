@@ -47,7 +47,7 @@ def choose_head_kernel(
     kind: str, device: torch.device, dtype: torch.dtype, vocabulary: int, transform: HeadTransform = NO_TRANSFORM
 ) -> HeadKernel | None:
     """The kernel for `kind`, the setting `model.head_kernel` (auto, liger or torch). None: use `logprobs.default_passes`.
-    A scale of the logits is passed to the kernels as a temperature. A bias of the head is already in the logits.
+    `transform`: Liger computes no soft cap. Callers of the kernel fold a scale into the temperatures; logits contain the bias.
     Errors: ConfigError if `kind` is liger and Liger cannot be used."""
     reason = _missing_requirement(device, dtype)
     if reason is None and transform.softcap is not None:

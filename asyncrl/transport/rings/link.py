@@ -131,7 +131,7 @@ class ProducerListener:
         call: Callable[..., None],
         on_hello: Callable[[socket.socket], None],
     ) -> None:
-        """`call(callback, *arguments)` wraps each callback. `on_hello(connection)`: called when a hello is readable."""
+        """`call(callback, *arguments)` runs each callback of the loop. `on_hello(connection)`: called when a hello is readable."""
         self._loop, self._listener, self._counts = loop, listener, counts
         self._call, self._on_hello = call, on_hello
         self._pending: set[socket.socket] = set()
