@@ -91,7 +91,7 @@ CLASS_NAME_EXCEPTIONS: dict[str, str] = {}
 # Lines of a room (Python, C and C++), of tests/ and of tools/ without benchmarks. A ceiling falls with every cut. A change that
 # exceeds one raises it in the same commit, with a line of the commit message that says what a user gets for it.
 CEILINGS: dict[str, int] = {
-    "algorithms": 1943,
+    "algorithms": 1940,
     "asyncrl": 1284,
     "atropos": 789,
     "checkpoint": 688,

@@ -27,7 +27,8 @@ LOSSES: dict[str, type[LossMethod]] = {loss.name: loss for loss in losses.ALL}
 ADVANTAGES: dict[str, Estimator] = {estimator.name: estimator for estimator in advantages.ALL}
 # Methods of the user, loaded by config/methods.py: ("loss" or "advantage", address like "file.py:name") -> class or estimator.
 OWN: dict[tuple[str, str], Any] = {}
-_CENTRE_NAMES = ("old_logprobs", "force_on_policy")  # settings of `build_loss` that no method has
+# Arguments of `build_loss` that are settings of `algorithm` itself. They choose the old log-probs, on which the clip is centred.
+CLIP_CENTRE_SETTINGS = ("old_logprobs", "force_on_policy")
 
 
 def loss_named(name: str) -> type[LossMethod]:
@@ -119,12 +120,7 @@ def build_advantage(name: str, **values: Any) -> Estimator:
 
 
 def _evaluate(
-    method: LossMethod,
-    terms: Terms,
-    centre: str,
-    force_on_policy: bool,
-    bonus: float | None,
-    inputs: LossInputs,
+    method: LossMethod, terms: Terms, centre: str, force_on_policy: bool, bonus: float | None, inputs: LossInputs
 ) -> LossSums:
     trainer_logp_S = inputs.logp_S.detach() if centre == "sampler" else old_logp(inputs)
     metrics = mismatch_metrics(trainer_logp_S, inputs.sampler_logp_S)
@@ -142,7 +138,7 @@ def _evaluate(
 
 
 def _require_known_settings(names: Iterable[str]) -> None:
-    known = {*settings(), *_CENTRE_NAMES}
+    known = {*settings(), *CLIP_CENTRE_SETTINGS}
     for method in OWN.values():
         with_settings = method.settings if isinstance(method, Estimator) else method
         known |= {setting.flat for setting in with_settings.settings()} if with_settings else set()

@@ -61,7 +61,8 @@ class Entropy(Method):
     target: float | None = setting(
         None,
         "Adaptive entropy control: the coefficient begins at coef, grows while the mean entropy of a step (nats) is at most this "
-        "target, and shrinks otherwise, within [0, 1]. There is a bonus only while the entropy is at most the target. TRL: 0.2.",
+        "target, and shrinks above the target, within [0, 1]. There is a bonus only while the entropy is at most the target. "
+        "TRL: 0.2.",
         gt=0,
     )
     coef_delta: float = setting(0.005, "Change of a controlled coefficient per optimizer step.", gt=0, le=1)

@@ -174,8 +174,7 @@ class AtroposDoor:
         self, rings: RankRings, terms: ServedTerms, at: Address | None = None, *, wait_s: float = 240.0
     ) -> None:
         """`wait_s`: longest wait of a request for room. Atropos repeats a request after 300 s, so set less. Errors: ConfigError."""
-        self._rings = rings
-        self._terms = terms
+        self._rings, self._terms = rings, terms
         self._environments = Environments()
         self.groups = GroupReceiver(rings, terms.limits, wait_s, self._environments.touch)
         routes: dict[tuple[str, str], Handler] = {
@@ -237,7 +236,8 @@ class AtroposDoor:
 
     async def _info(self, _: web.BaseRequest) -> web.Response:
         # An environment server drops trajectories of `max_token_len` tokens or more, so the door sends the limit of a row plus 1.
-        return reply(200, batch_size=self._terms.batch_size, max_token_len=(self._terms.limits.longest or 0) + 1)
+        max_path_tokens = self._terms.limits.max_path_tokens or 0
+        return reply(200, batch_size=self._terms.batch_size, max_token_len=max_path_tokens + 1)
 
     async def _wandb_info(self, _: web.BaseRequest) -> web.Response:
         return reply(200, group=self._terms.name, project="asyncrl")

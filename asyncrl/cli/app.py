@@ -23,7 +23,7 @@ asyncrl: asyncio-native reinforcement-learning post-training
   asyncrl join HOST:PORT [a.b=value ...]                    generate for a run that listens there (distributed.listen)
   asyncrl prompts CONFIG.yaml [a.b=value ...] [-n 3]        print the first prompts after the chat template
   asyncrl check RUN                                         compare the files of a run's checkpoints with their checksums
-  asyncrl check-model PATH [a.b=value ...]                  check every way to compute a model against eager transformers
+  asyncrl check-model PATH [a.b=value ...]                  compare every path that computes a model with eager transformers
   asyncrl shm [list | clear [NAME ...]]                     list your shared-memory segments; remove those without an owner
   asyncrl explain NAME                                      print what a loss, an advantage, a setting or a metric means
   asyncrl report RUN                                        write report.html of a run, running or ended

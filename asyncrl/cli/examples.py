@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy them into DIRECTORY (exit code 2 if DIRECTORY has one of them)"
+USAGE = "asyncrl examples [DIRECTORY]: list the examples, or copy them into DIRECTORY (exit code 2, for example if one is there)"
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -56,5 +56,5 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     width = max(len(str(path)) for path in found)
     print("\n".join(f"{path!s:{width}}  {first_line(folder / path)}" for path in found))
-    print("\nasyncrl examples DIRECTORY copies them there")
+    print("\nasyncrl examples DIRECTORY copies them into DIRECTORY")
     return 0

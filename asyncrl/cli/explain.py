@@ -60,10 +60,10 @@ def main(arguments: Sequence[str]) -> int:
             print(f"asyncrl explain: {error}", file=sys.stderr)
             return error.exit_code
         if not text:
-            setting = None if "/" in name else nearest_name(name)
-            candidates = metrics() if "/" in name else known()
+            setting, candidates = (None, metrics()) if "/" in name else (nearest_name(name), known())
             nearest = setting or difflib.get_close_matches(name, candidates, n=1, cutoff=0.0)[0]
-            print(f"asyncrl explain: nothing is named {name!r}; did you mean {nearest!r}?", file=sys.stderr)
+            problem = f"no loss, advantage, setting or metric is named {name!r}"
+            print(f"asyncrl explain: {problem}; did you mean {nearest!r}?", file=sys.stderr)
             return 2
         print(text, end="\n\n")
     return 0
@@ -99,7 +99,7 @@ def _needs(loss: type[LossMethod]) -> Iterator[str]:
 def _own_settings(method: type[Method]) -> Iterator[str]:
     if settings := method.settings():
         section = f"algorithm.{settings[0].section}"
-        yield f"settings of its own, {section}.*: " + ", ".join(f"{s.name}={s.default}" for s in settings)
+        yield f"its own settings, {section}.*: " + ", ".join(f"{s.name}={s.default}" for s in settings)
 
 
 def _conflict_lines(name: str, conflicts: Sequence[Conflict]) -> Iterator[str]:

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     run = next((path for path in (name, "runs" / name) if (path / "config.yaml").exists()), None)
     if run is None:
         runs = sorted(path.parent.name for path in Path("runs").glob("*/config.yaml"))
-        known = f"runs/ holds {', '.join(runs)}" if runs else "runs/ holds none"
+        known = f"runs/ holds {', '.join(runs)}" if runs else "runs/ has no run directory"
         print(f"asyncrl report: {name} is not a run directory (it has no config.yaml); {known}", file=sys.stderr)
         return 2
     try:

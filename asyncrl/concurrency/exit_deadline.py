@@ -44,8 +44,8 @@ class _Deadline:
         blockers, tasks = exit_blockers(), asyncio.all_tasks(self.loop) if self.loop else set()
         names = [*blockers.values(), *describe_tasks(tasks)] or [describe_holder(threading.main_thread())]
         print(
-            f"{self.unprinted_error}asyncrl: the work is done, and {self.limit_s:g} s later this still keeps the process "
-            f"from exiting: {'; '.join(names)}. The process ends now, with exit code {self.code}",
+            f"{self.unprinted_error}asyncrl: the work ended {self.limit_s:g} s ago, and the process cannot exit because "
+            f"of: {'; '.join(names)}. The process ends now, with exit code {self.code}",
             file=sys.stderr,
             flush=True,
         )

@@ -93,8 +93,7 @@ class ThreadLane:
     ) -> None:
         self.name = name
         self.open = False
-        self._in_budget = in_budget
-        self._recorder = recorder
+        self._in_budget, self._recorder = in_budget, recorder
         self._on_start = on_start
         self._close_timeout_s = close_timeout_s
         self._wakeup = threading.Condition(threading.Lock())
@@ -140,10 +139,11 @@ class ThreadLane:
         cancel_timer()
         atexit.unregister(self._end_with_interpreter)
         if not ended.result():
-            name, since = self._current or ("(between two closures)", awake.now())
+            name, since = self._current or ("", awake.now())
+            work = f"closure {name!r} has been running for {awake.now() - since:.1f} s" if name else "no closure runs"
             raise LifecycleError(
-                f"lane {self.name!r} did not close within {self._close_timeout_s:g} s: closure {name!r} has been "
-                f"running for {awake.now() - since:.1f} s, {len(self._queue)} more are queued; its thread cannot be stopped"
+                f"lane {self.name!r} did not close within {self._close_timeout_s:g} s: {work}, {len(self._queue)} more closures "
+                "are queued; its thread cannot be stopped"
             )
         # The thread ends soon, because it has already called the end callbacks.
         self._thread.join(timeout=1.0)

@@ -240,14 +240,14 @@ class Watchdog:
         value = object() if limit is None else (limit.sentence, limit.counters)
         if value != self._progress:
             self._progress, self._progress_since = value, awake.now()
-        still_s = awake.now() - self._progress_since
-        if limit is None or still_s <= limit.limit_s:
+        without_progress_s = awake.now() - self._progress_since
+        if limit is None or without_progress_s <= limit.limit_s:
             return None
         cause = None if limit.cause is None else limit.cause()
         if cause is None:
             remote_cause = None if limit.remote_cause is None else limit.remote_cause()
             cause = culprit(self._recorder.active_waits(), self._recorder.clock(), remote_cause)
-        return f"{limit.sentence} for {still_s:.1f} s: {cause}"
+        return f"{limit.sentence} for {without_progress_s:.1f} s: {cause}"
 
     def _frame_of(self, thread_id: int | None) -> str:
         return (None if thread_id is None else top_user_frame(thread_id)) or "no Python code but the event loop's"

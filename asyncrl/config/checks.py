@@ -130,8 +130,7 @@ def _unread_reason(config: Config, name: str, changed: Collection[str], embeddin
         return f"algorithm.credit is {algorithm.credit}, which discounts nothing; use credit=discounted"
     if name not in SETTINGS:
         return None
-    loss = chosen_loss(algorithm)
-    losses = registry.readers().get(SETTINGS[name].flat, ())
+    loss, losses = chosen_loss(algorithm), registry.readers().get(SETTINGS[name].flat, ())
     if losses and name not in {setting.dotted for setting in loss.settings()}:
         remedy = loss.instead.get(name) or f"use loss={' or '.join(losses)}"
         return f"loss is {algorithm.loss}, which does not read it; {remedy}"
@@ -254,7 +253,7 @@ def _check_lengths(config: Config) -> Iterator[str]:
     if longest < whole:
         yield (
             f"rollout.max_context is {longest}; expected at least {names} = {data.max_prompt_tokens} + {rollout.max_tokens} = "
-            f"{whole}, so that the longest prompt gets a reply; raise the first or lower the other two"
+            f"{whole}, so that the longest prompt gets a reply; raise rollout.max_context, or lower a setting of the sum"
         )
     elif config.train.tokens_per_microbatch < longest:
         as_sum = f"{names} = {data.max_prompt_tokens} + {rollout.max_tokens}"
@@ -319,12 +318,12 @@ def _check_parts(config: Config) -> Iterator[str]:
         )
     if config.algorithm.router_replay and "dry_run" in (config.engine.kind, config.train.kind):
         yield (
-            "algorithm.router_replay is true but engine.kind or train.kind is dry_run, which has no experts; leave it out"
+            "algorithm.router_replay is true but engine.kind or train.kind is dry_run, without experts; leave router_replay out"
         )
     if config.reward.model and config.train.kind == "dry_run":
         yield (
             f"reward.model is {config.reward.model[0].path} but train.kind is dry_run, which has no device to score on; leave "
-            "it out, or set train.kind=torch"
+            "reward.model out, or set train.kind=torch"
         )
     if 0 < (config.evaluate.temperature or 0) < LOWEST_TEMPERATURE:
         yield (
@@ -341,7 +340,7 @@ def _check_parts(config: Config) -> Iterator[str]:
 
 def _check_deadlines(config: Config) -> Iterator[str]:
     stall, reward = config.watchdog.stall_timeout_s, config.reward
-    limits = [("watchdog.interval_s", config.watchdog.interval_s, "raise the first or lower the second")]
+    limits = [("watchdog.interval_s", config.watchdog.interval_s, "raise stall_timeout_s or lower interval_s")]
     if reward.functions:
         limits.append(("reward.timeout_s", reward.timeout_s, "one slow reward would end the run as stalled"))
     if reward.judge:
@@ -362,10 +361,9 @@ def _check_ranks(config: Config, world_size: int) -> list[str]:
 
 
 def _check_run(config: Config, own_environment: bool, own_rewards: bool) -> Iterator[str]:
-    train = config.train
-    asks_once = config.rollout.environment == "single_turn" and not own_environment
+    train, rollout = config.train, config.rollout
+    asks_once = rollout.environment == "single_turn" and not own_environment
     dry_run = train.kind == "dry_run"
-    rollout = config.rollout
     asks_policy = any(judge.url == "policy" for judge in config.reward.judge)
     if asks_policy and rollout.max_context is None:
         yield (
@@ -456,16 +454,16 @@ def _check_door(config: Config) -> Iterator[str]:
     if door.http_port is not None and config.algorithm.router_replay:
         yield (
             f"door.http_port is {door.http_port} but algorithm.router_replay is true, and groups that are posted bring no routes "
-            "of experts; leave one of them out, or push groups with asyncrl.client, whose trajectories hold routed_experts"
+            "of experts; leave one of the two out, or push groups with asyncrl.client, whose trajectories hold routed_experts"
         )
     for name, value in (("data.train", config.data.train), ("train.max_epochs", config.train.max_epochs)):
         if value is not None:
             yield (
                 f"door.ring is {door.ring} and {name} is {value}: groups come from other processes or from prompts, not from "
-                "both; leave one of them out"
+                "both; leave one of the two out"
             )
     if config.reroll.start_fraction < 1:
-        yield "reroll plays prompts again, and with door.ring there are none; leave reroll.start_fraction out"
+        yield "reroll plays prompts again, but a run with door.ring has no prompts; leave reroll.start_fraction out"
     if config.evaluate.every is not None and not config.reward.scores and config.rollout.environment == "single_turn":
         yield "evaluate.every is set but reward.functions is empty: nothing would score the held-out completions"
 
@@ -521,7 +519,7 @@ def _check_roles(config: Config) -> Iterator[str]:
     if config.reroll.start_fraction < 1:
         yield prefix + (
             f"reroll.start_fraction is {config.reroll.start_fraction}: the rank with the prompt cursor does not see the rewards "
-            "of all ranks; leave one of them out"
+            "of all ranks; leave one of the two out"
         )
 
 

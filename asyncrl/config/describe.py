@@ -117,8 +117,7 @@ def check_resume(old: Config, new: Config) -> list[str]:
 
 def _flat(config: Config) -> dict[str, Any]:
     """Dotted name -> value of every setting, without secrets."""
-    nested = config.model_dump()
-    values = {}
+    nested, values = config.model_dump(), {}
     for name in config_fields(type(config)):
         *sections, key = name.split(".")
         section = reduce(lambda tree, part: tree[part], sections, nested)

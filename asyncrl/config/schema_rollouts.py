@@ -100,11 +100,11 @@ class TextConfig(SettingsSection):
         True, "Keep special tokens that were sampled before the end of the completion. TRL removes them (false)."
     )
     stop: bool = field(
-        True, "Keep the stop string or stop token that ended the completion, as TRL does; never a special token."
+        True, "Keep the stop string or token that ended the completion, as TRL does. A special token is always omitted."
     )
     opened: bool = field(
         False,
-        "Begin the text with the start of the answer that the prompt already has, such as <think> of the template. TRL does not.",
+        "Begin the text with the part of the answer that the chat template wrote into the prompt, such as <think>. TRL does not.",
     )
 
 
@@ -121,7 +121,7 @@ class RewardConfig(SettingsSection):
     )
     workers: int = field(1, "Number of processes of each rank that run the reward functions.", ge=1)
     concurrency: int = field(
-        512, "Limit of completions that coroutines of one worker score at a time; a larger call runs alone.", ge=1
+        512, "Limit of completions that coroutines of one worker score at a time; a call with more runs alone.", ge=1
     )
     timeout_s: float = field(
         30.0,
@@ -130,8 +130,8 @@ class RewardConfig(SettingsSection):
     )
     retries: int = field(
         2,
-        "Retries of an `async def` call that failed or missed its deadline, after up to 1, 2, 4, ... seconds, and of each request "
-        "of a judge. Other functions are not retried, because they would fail again.",
+        "Retries of each request of a judge, and of an `async def` call that failed or missed its deadline (after up to 1, 2, 4, "
+        "... seconds). Other functions are not retried, because they would fail again.",
         ge=0,
     )
     on_error: Literal["fail", "none", "zero"] = field(
@@ -189,7 +189,7 @@ class DoorConfig(SettingsSection):
     )
     reconnect_s: float = field(
         30.0,
-        "After all producers of an epoch (`Client.attach`) left: seconds for a reconnect; then the epoch's incomplete groups end.",
+        "Seconds for a reconnect after all producers of an epoch (`Client.attach`) left. Then the epoch's incomplete groups end.",
         ge=0,
     )
     http_port: int | None = field(
@@ -208,7 +208,8 @@ class DoorConfig(SettingsSection):
         exclude=True,
     )
     http_names: tuple[str, ...] = field(
-        (), "Names in the URLs of clients, besides `http_host` (and with 0.0.0.0 the machine's name and addresses)."
+        (),
+        "Further host names in clients' URLs. `http_host` is always accepted; with 0.0.0.0 also the machine's name and addresses.",
     )
 
 
@@ -222,7 +223,8 @@ class EndpointConfig(SettingsSection):
     )
     port: int = field(0, "Port of the endpoint; 0: any free port, as several ranks on a machine need.", ge=0, le=65535)
     names: tuple[str, ...] = field(
-        (), "Host names in the URLs of clients, besides `host` (and with 0.0.0.0 the machine's name and addresses)."
+        (),
+        "Further host names in clients' URLs. `host` is always accepted; with 0.0.0.0 also the machine's name and addresses.",
     )
 
 
@@ -272,10 +274,10 @@ class RolloutConfig(SettingsSection):
         0, "In the first n steps no batch is generated ahead: their groups have age 0.", ge=0
     )
     streaming_min_groups: int = field(
-        1, "If streaming: train as soon as this many groups are ready. At the end of a step they may be fewer.", ge=1
+        1, "If streaming: train as soon as this many groups are ready. The last groups of a step may be fewer.", ge=1
     )
     late: Literal["wait", "drop"] = field(
-        "wait", "At the deadline of an untrained group: the step waits for the group, or drops and counts the group."
+        "wait", "wait: the step waits for an untrained group past its deadline. drop: the group is dropped and counted."
     )
     temperature: float = field(1.0, "Sampling temperature.", ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     top_p: float = field(1.0, "Nucleus filter; 1 is off.", gt=0, le=1)
@@ -288,7 +290,7 @@ class RolloutConfig(SettingsSection):
     )
     repetition_penalty: float = field(
         1.0,
-        "For tokens of the prompt and completion, divide positive logits by this and multiply negative ones; 1 is off.",
+        "For tokens of the prompt and completion, divide positive logits by this and multiply negative logits; 1 is off.",
         gt=0,
     )
     presence_penalty: float = field(
@@ -346,7 +348,7 @@ class RolloutConfig(SettingsSection):
     )
     max_failed_groups: int | None = field(
         None,
-        "Limit of failed groups; one more ends the run. A new prompt replaces each failed group. Default: a tenth of "
+        "Limit of failed groups. More failed groups end the run. A new prompt replaces each failed group. Default: a tenth of "
         "the admitted groups, at least groups_per_step.",
         ge=0,
     )
@@ -372,8 +374,8 @@ class RerollConfig(SettingsSection):
         ge=0,
         le=1,
     )
-    groups_per_step: int = field(1, "How many failed prompts at most replace new prompts, per step and rank.", ge=1)
-    attempts: int = field(1, "How many times at most a prompt is played again.", ge=1)
+    groups_per_step: int = field(1, "At most this many failed prompts replace new prompts, per step and rank.", ge=1)
+    attempts: int = field(1, "A prompt is played again at most this many times.", ge=1)
     reward_at_most: float = field(0.0, "A completion with at most this reward has failed.")
 
 

@@ -114,17 +114,17 @@ class _Trie:
 
     def __init__(self, trajectory: Trajectory) -> None:
         self.root = _Node(trajectory, 0, 0, 0, None)  # holds no token
-        self._nodes: list[_Node] = []
-        self.tokens = 0
+        self._nodes, self.tokens = list[_Node](), 0
         self.rows: list[tuple[_PackedRow, list[_Node]]] = []  # each row, and the last node of each segment
         # TRL's trie of the same rows has at least this many tokens more.
-        self._spare = 0
+        self._saved_tokens = 0
 
     def match(self, row: _PackedRow) -> _Match:
         """Which tokens of the row's first segment the trie has already."""
         trajectory, (start, end, *_) = row.trajectory, row.segments[0]
         found = tokens, node, _, equal = _longest(self.root, trajectory, start, end)
-        if tokens and node.trajectory.group_id != trajectory.group_id and equal <= min(self._spare, _MAX_UNSHARED):
+        limit = min(self._saved_tokens, _MAX_UNSHARED)
+        if tokens and node.trajectory.group_id != trajectory.group_id and equal <= limit:
             return 0, self.root, 0, equal
         return found
 
@@ -149,7 +149,7 @@ class _Trie:
                 self._nodes.append(node)
                 self.tokens += end - start
                 # TRL's trie has one token more for a row, and one more for a fork within a node.
-                self._spare += tokens - equal + (1 + is_cut if len(row.segments) == 1 else 0)
+                self._saved_tokens += tokens - equal + (1 + is_cut if len(row.segments) == 1 else 0)
             ends.append(node)
         self.rows.append((row, ends))
 

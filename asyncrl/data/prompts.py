@@ -232,7 +232,7 @@ class PromptSource:
         The sample does not depend on the seed. Blocks like `check_all`. Errors: `DataError`, as `next()`."""
         order = EpochOrder(len(self._rows), 0, 0)
         longest, rows, tokens = 0, 0, 0
-        generated = isinstance(self._rows, IndexedRows) and not self._rows.is_data_set
+        generated = isinstance(self._rows, IndexedRows) and not self._rows.is_datasets_object
         for position in range(min(len(self._rows), _SAMPLE_GENERATED_ROWS if generated else _SAMPLE_ROWS)):
             ids, length = self._encode(order[position])
             if length <= self.config.max_prompt_tokens or self.config.overlong != "skip":

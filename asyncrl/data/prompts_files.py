@@ -117,7 +117,7 @@ def open_rows(file: str | os.PathLike[str]) -> PromptRows:
                 return _open_parquet(shards, str(path))
             raise DataError(
                 f"the prompt file {path} does not exist (looked from {Path.cwd()}); expected a {', '.join(ENDINGS)} file, a "
-                "directory of parquet files, one written by datasets.save_to_disk, or a data set of the hub (org/name:split)"
+                "directory of parquet files, a directory written by datasets.save_to_disk, or a hub data set (org/name:split)"
             )
         if suffix == ".parquet":
             return _open_parquet([path], str(path))
@@ -300,7 +300,7 @@ def _one_split(path: Path) -> list[Path]:
     if len({match.group(0).lower() if match else "" for match in matches}) > 1:
         raise DataError(
             f"{path} holds parquet files of several splits ({', '.join(file.name for file in files[:8])}); name one "
-            f"file, or what the names of its files begin with, like {path / 'train'} for train-00000-of-00002.parquet"
+            f"file, or the beginning of the file names of one split, like {path / 'train'} for train-00000-of-00002.parquet"
         )
     _check_shards(files, str(path))
     return files

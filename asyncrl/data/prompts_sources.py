@@ -50,7 +50,7 @@ class IndexedRows:
         self._data = data
         self._is_gym = callable(getattr(data, "score_answer", None))
         # Whether `data` is of the package `datasets`. If not, user code may generate a row at each access, which is slow.
-        self.is_data_set = type(data).__module__.partition(".")[0] == "datasets"
+        self.is_datasets_object = type(data).__module__.partition(".")[0] == "datasets"
 
     def __len__(self) -> int:
         return _call_user(lambda: len(self._data), f"the length of {self.source}")
@@ -59,12 +59,12 @@ class IndexedRows:
         try:
             row: Row = _call_user(lambda: self._data[index], f"row {index + 1} of {self.source}")
         except DataError:
-            if not self.is_data_set or self._data.format["type"] is not None:
+            if not self.is_datasets_object or self._data.format["type"] is not None:
                 raise
             # `datasets` lacks a decoder for a column, or Python has no type for a value.
             row = arrow_row(self._data.with_format("arrow")[index])
         _check_row(row, index, self.source)
-        if self.is_data_set:
+        if self.is_datasets_object:
             row = {name: without_nulls(value) for name, value in row.items()}
         if self._is_gym and "prompt" not in row and "question" in row:
             return {"prompt": row["question"], **row}

@@ -135,7 +135,7 @@ class Stash(Generic[C]):
         if entry is not None and size != entry.size:
             raise StashRefused(f"{name} has group size {size}; the group began with size {entry.size}")
         if not 0 <= member < size:
-            raise StashRefused(f"{name} has group size {size}, so its members are 0 to {size - 1}")
+            raise StashRefused(f"{name} is out of range: the group has size {size}, so members are 0 to {size - 1}")
         if entry is not None and member in entry.members:
             if same_trajectory(entry.members[member][0], trajectory):
                 return Status.DUPLICATE

@@ -77,7 +77,7 @@ class LineStore(dist.Store):
             return call.result(None if timeout is None else timeout.total_seconds())
         except TimeoutError:
             call.cancel()
-            raise TimeoutError(f"no other node has set {' and '.join(keys)} within {timeout}") from None
+            raise TimeoutError(f"no other rank has set {' and '.join(keys)} within {timeout}") from None
         except CancelledError as error:
             raise LifecycleError("the line was closed during a call of the store") from error
 

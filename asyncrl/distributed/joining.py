@@ -24,7 +24,7 @@ from ..errors import ConfigError, PlatformError
 from .line import SILENCE_S, LineClient, LineServer
 
 VARIABLE = "ASYNCRL_SECRET"
-MIN_LENGTH = 16  # characters of a secret
+MIN_SECRET_LENGTH = 16  # characters of a secret
 JOIN = "run/join"
 # On the line, the name of a node without a number begins with this text.
 JOINING = "joining node "
@@ -46,7 +46,7 @@ class JoinedRun:
     config: Mapping[str, Any]
 
 
-class Entrance:
+class JoinHandler:
     """Answers joining nodes, on rank 0. Create it before the line opens: the constructor registers the handler of `JOIN`."""
 
     def __init__(self, line: LineServer, ranks: int, note: Callable[[str], None]) -> None:
@@ -85,10 +85,10 @@ async def ask_to_join(address: str, secret: str, silence_s: float = SILENCE_S) -
 def require_secret(why: str, environ: Mapping[str, str] | None = None) -> str:
     """The secret in ASYNCRL_SECRET. `why`: a clause for the error text. Errors: PlatformError for a missing or short secret."""
     secret = (os.environ if environ is None else environ).get(VARIABLE)
-    if secret is None or len(secret) < MIN_LENGTH:
+    if secret is None or len(secret) < MIN_SECRET_LENGTH:
         found = f"{why}, and {VARIABLE} is not set" if secret is None else f"{VARIABLE} has {len(secret)} characters"
         raise PlatformError(
-            f"{found}; set it to the same {MIN_LENGTH} or more random characters on every machine "
+            f"{found}; set it to the same {MIN_SECRET_LENGTH} or more random characters on every machine "
             '(python -c "import secrets; print(secrets.token_hex())")'
         )
     return secret

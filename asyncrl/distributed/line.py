@@ -50,7 +50,7 @@ _AT_ONCE = 200
 # Plain ints: combining members of zmq's enumerations takes longer than a call of `recv` or `send`.
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 # Buffers of this size or more are sent without a copy.
-_MAX_COPIED_BYTES = 1 << 16
+_MIN_UNCOPIED_BYTES = 1 << 16
 _EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -173,8 +173,8 @@ class _End:
         # zmq.Again or EHOSTUNREACH: the peer is disconnected. `Exchange.resend` repeats asks and tells when the peer is back.
         with contextlib.suppress(zmq.ZMQError):
             for frame in frames[:-1]:
-                self._socket.send(frame, _MORE, copy=len(frame) < _MAX_COPIED_BYTES)
-            self._socket.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) < _MAX_COPIED_BYTES)
+                self._socket.send(frame, _MORE, copy=len(frame) < _MIN_UNCOPIED_BYTES)
+            self._socket.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) < _MIN_UNCOPIED_BYTES)
         self._read_soon()
 
     @property

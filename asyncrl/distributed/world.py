@@ -71,7 +71,7 @@ class World(RankInfo, Collectives):
             raise PlatformError(f"torchrun's variables are not numbers: {exc}; start with torchrun") from exc
         if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
             raise PlatformError(
-                f"torchrun's variables contradict: RANK {rank} of {size}, LOCAL_RANK {local_rank} of {local_size}"
+                f"torchrun's variables contradict each other: RANK {rank} of {size}, LOCAL_RANK {local_rank} of {local_size}"
             )
         return cls(rank, size, local_rank, local_size, env["MASTER_ADDR"], port, restart)
 

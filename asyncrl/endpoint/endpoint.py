@@ -39,7 +39,7 @@ from asyncrl.types import ChatAnswer, Int32Array, SamplingParams
 
 from .keys import ENDED, Answers, EpisodeKeys, OpenKey
 from .messages import MessagesBody, messages_events, messages_reply
-from .parameters import Ask, ChatBody, CompletionsBody, GenerateBody, describe, with_integers
+from .parameters import ChatBody, CompletionsBody, GenerateBody, SampleRequest, describe, with_integers
 from .replies import chat_events, chat_reply, dumps, event, generate_reply, identifier, text_events, text_reply
 from .responses import ResponsesBody, responses_events, responses_reply
 
@@ -54,7 +54,7 @@ KEEP_ALIVE_S = 10.0  # between two comments in a stream
 # Time limit for a client to take a piece of an answer.
 SEND_S = 30.0
 # How many delivered answers of one key are kept for a late retry. A key of no episode keeps as many undelivered answers.
-_MOST_DELIVERED = 32
+_MOST_KEPT_ANSWERS = 32
 _ANTHROPIC_PATH, _TOO_LONG = "/messages", "context_length_exceeded"
 # Status -> type of the error, in the protocols of OpenAI and Anthropic. Any other status has the type of 400.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -77,8 +77,8 @@ class Route:
     """A route that samples tokens. `reply`: makes the JSON answer. `events`: makes the streamed answer; None: no streams."""
 
     body: type[BaseModel]
-    reply: Callable[[Ask, Sequence[ChatAnswer], str], dict[str, Any]]
-    events: Callable[[Ask, Sequence[ChatAnswer], str], Iterable[bytes]] | None = None
+    reply: Callable[[SampleRequest, Sequence[ChatAnswer], str], dict[str, Any]]
+    events: Callable[[SampleRequest, Sequence[ChatAnswer], str], Iterable[bytes]] | None = None
 
 
 ROUTES: Mapping[str, Route] = {
@@ -140,8 +140,7 @@ class Endpoint:
         with anyio.CancelScope() as scope:  # `end` cancels the scope
             opened.requests.add(scope)
             try:
-                body = await self._receive(request)
-                session = opened.session or self._untrained_session()
+                body, session = await self._receive(request), opened.session or self._untrained_session()
                 ask = self._read(route.body, body, session)
                 digest = hashlib.blake2b(path.encode() + body, digest_size=16).digest()
                 return await self._deliver(route, ask, request, opened, session, digest, stream)
@@ -176,7 +175,7 @@ class Endpoint:
         finally:
             self._held_bytes -= held
 
-    def _read(self, kind: type[BaseModel], body: bytearray, session: Session) -> Ask:
+    def _read(self, kind: type[BaseModel], body: bytearray, session: Session) -> SampleRequest:
         try:
             fields = orjson.loads(body)
             try:
@@ -184,7 +183,7 @@ class Endpoint:
             except ValidationError:
                 # A client may write an integer as 5.0, because JSON has only one kind of number.
                 parsed = kind.model_validate(with_integers(fields))
-            ask: Ask = parsed.ask(session.sampling)
+            ask: SampleRequest = parsed.ask(session.sampling)
         except (orjson.JSONDecodeError, RecursionError) as error:
             raise Refused(400, f"the body is not valid JSON: {error}") from None
         except ValidationError as error:
@@ -195,7 +194,7 @@ class Endpoint:
     async def _deliver(
         self,
         route: Route,
-        ask: Ask,
+        ask: SampleRequest,
         request: web.BaseRequest,
         opened: OpenKey,
         session: Session,
@@ -230,13 +229,13 @@ class Endpoint:
             if answers:
                 opened.undelivered.setdefault(digest, []).append(answers)
                 # A key of no episode lasts as long as the run, so its answers need a limit. Other keys end with their episodes.
-                if opened.session is None and len(opened.undelivered) > _MOST_DELIVERED:
+                if opened.session is None and len(opened.undelivered) > _MOST_KEPT_ANSWERS:
                     del opened.undelivered[next(iter(opened.undelivered))]
             raise
         finally:
             del opened.answering[id(answers)]
         opened.delivered[digest] = answers
-        if len(opened.delivered) > _MOST_DELIVERED:
+        if len(opened.delivered) > _MOST_KEPT_ANSWERS:
             opened.delivered.popitem(last=False)
         return response
 
@@ -247,12 +246,14 @@ class Endpoint:
             with anyio.move_on_after(SEND_S):
                 await response.write(b": the answer is being sampled\n\n")
 
-    async def _choices(self, ask: Ask, session: Session, opened: OpenKey, answers: Answers) -> list[ChatAnswer]:
+    async def _choices(
+        self, ask: SampleRequest, session: Session, opened: OpenKey, answers: Answers
+    ) -> list[ChatAnswer]:
         """All choices in order. Samples the choices that `answers` lacks, and adds them to `answers`. Errors: Refused."""
         branch = opened.branch
         try:
             prompts = [
-                session.format.encode(each) if isinstance(each, str) else np.array(each, np.int32)
+                session.chat_format.encode(each) if isinstance(each, str) else np.array(each, np.int32)
                 for each in ask.prompts
             ]
 
@@ -262,13 +263,13 @@ class Endpoint:
                 else:
                     prompt = prompts[number // ask.n]
                     generation = await session.sample(prompt, ask.sampling, branch=branch)
-                    answers[number] = ChatAnswer({"content": session.format.text(generation)}, generation, prompt)
+                    answers[number] = ChatAnswer({"content": session.chat_format.text(generation)}, generation, prompt)
 
             missing = [number for number in range(ask.n * (len(prompts) or 1)) if number not in answers]
             async with plain_task_group() as tasks:
                 for number in missing:
                     tasks.start_soon(sample, number)
-            ask.top_tokens = await self._top_tokens(ask, answers[0].prompt_ids) if ask.top else ()
+            ask.top_tokens = await self._top_tokens(ask, answers[0].prompt_ids) if ask.top_logprobs else ()
         except EngineClosed as error:
             raise Refused(503, f"the run ends: {error}") from None
         except EpisodeLimit as error:
@@ -280,12 +281,12 @@ class Endpoint:
             raise Refused(500, f"{type(error).__name__}: {error}") from None
         return [answers[number] for number in sorted(answers)]
 
-    async def _top_tokens(self, ask: Ask, prompt_ids: Int32Array) -> Sequence[tuple[int, float]]:
+    async def _top_tokens(self, ask: SampleRequest, prompt_ids: Int32Array) -> Sequence[tuple[int, float]]:
         """The most probable next tokens after the prompt, with their log-probs. Each comes from a greedy request that bans the more
         probable tokens, in a session that is not trained."""
         found: dict[int, float] = {}
         sampling = SamplingParams(temperature=ask.sampling.temperature or 1.0, top_k=1, max_tokens=1)
-        for _ in range(ask.top):
+        for _ in range(ask.top_logprobs):
             banned = dict.fromkeys(found, -100.0)
             # A session for each token, because `rollout.max_turns` limits the requests of a session.
             generation = await self._untrained_session().sample(prompt_ids, replace(sampling, logit_bias=banned))

@@ -12,11 +12,11 @@ from asyncrl.types import ChatAnswer, Messages, SamplingParams
 
 from .parameters import (
     TOOL_CHOICE,
-    Ask,
     Body,
     Closed,
     Loose,
     OnlyFalse,
+    SampleRequest,
     Stop,
     Text,
     TextPart,
@@ -89,7 +89,7 @@ class MessagesBody(Body):
     mcp_servers: None = refused("Not supported: pass the tools in `tools`.")
     output_config: None = refused("Not supported: no grammar constrains the tokens. Leave it out.")
 
-    def ask(self, defaults: SamplingParams) -> Ask:
+    def ask(self, defaults: SamplingParams) -> SampleRequest:
         system = joined(self.system or "")
         start: Messages = [{"role": "system", "content": system}] if system else []
         tools: Any = [] if self.tool_choice and self.tool_choice["type"] == "none" else self.tools
@@ -124,7 +124,7 @@ def _messages(message: _AnthropicMessage) -> Iterator[dict[str, Any]]:
         yield rest | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thinking} if thinking else {})
 
 
-def messages_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
+def messages_reply(ask: SampleRequest, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
     """The answer as the object `message`."""
     [choice] = choices
     message = choice.message
@@ -152,7 +152,7 @@ def messages_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[
     }
 
 
-def messages_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
+def messages_events(ask: SampleRequest, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
     """The answer as a stream of events, with one delta event for each block."""
     reply = messages_reply(ask, choices, model)
     begun = reply | {"content": [], "stop_reason": None, "stop_sequence": None}

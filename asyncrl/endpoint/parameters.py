@@ -28,7 +28,7 @@ def refused(why: str) -> Any:
 
 
 @dataclass
-class Ask:
+class SampleRequest:
     """The parsed body of any route: the arguments for `Session.chat` (with `messages`) or `Session.sample` (with `prompts`)."""
 
     sampling: SamplingParams
@@ -39,7 +39,7 @@ class Ask:
     stream: bool = False
     usage: bool = False  # end a stream with a chunk about the usage
     logprobs: bool = False
-    top: int = 0  # return this many most probable first tokens
+    top_logprobs: int = 0  # return this many most probable first tokens
     top_tokens: Sequence[tuple[int, float]] = ()  # (token id, log-prob) of these tokens; set after sampling
     ids: bool = False  # return token ids
 
@@ -166,15 +166,16 @@ class Body(BaseModel):
     metadata: Any = ignored("nothing is stored.")
     service_tier: Any = ignored("all requests are served alike.")
 
-    def _ask(self, defaults: SamplingParams, given: Mapping[str, Any], **further: Any) -> Ask:
-        """Makes the `Ask`. `given`: fields of `SamplingParams` that the body has in another form. `further`: fields of `Ask`."""
+    def _ask(self, defaults: SamplingParams, given: Mapping[str, Any], **further: Any) -> SampleRequest:
+        """`given`: fields of `SamplingParams` that the body has in another form. `further`: fields of `SampleRequest`."""
         sent = {name: getattr(self, name, None) for name in _PLAIN} | dict(given)
         named: dict[str, Any] = {name: value for name, value in sent.items() if value is not None}
         if "max_tokens" in named:
             named["max_tokens"] = min(named["max_tokens"], defaults.max_tokens)
         sampling = replace(defaults, **named)
         sampling = replace(sampling, min_tokens=min(sampling.min_tokens, sampling.max_tokens))
-        return Ask(**{"sampling": sampling, "stream": bool(self.stream), "ids": bool(self.return_token_ids), **further})
+        fields = {"sampling": sampling, "stream": bool(self.stream), "ids": bool(self.return_token_ids), **further}
+        return SampleRequest(**fields)
 
 
 class OpenAiBody(Body):
@@ -204,8 +205,8 @@ class SamplingBody(OpenAiBody):
     stream_options: _StreamOptions | None = None
     skip_special_tokens: Any = ignored("the text keeps control tokens, but not one that ended the answer.")
 
-    def _complete(self, defaults: SamplingParams, max_tokens: int | None, **further: Any) -> Ask:
-        """Makes the `Ask`. `further`: fields of `Ask` that differ between these routes."""
+    def _complete(self, defaults: SamplingParams, max_tokens: int | None, **further: Any) -> SampleRequest:
+        """Makes the `SampleRequest`. `further`: fields of `SampleRequest` that differ between these routes."""
         given: dict[str, Any] = {
             "max_tokens": max_tokens,
             "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
@@ -257,10 +258,10 @@ class ChatBody(SamplingBody):
     verbosity: None = refused("Not supported. Leave it out.")
     chat_template_kwargs: None = refused("Not supported: set data.chat_template_kwargs of the run.")
 
-    def ask(self, defaults: SamplingParams) -> Ask:
+    def ask(self, defaults: SamplingParams) -> SampleRequest:
         max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         tools: Any = [] if self.tool_choice == "none" else self.tools
-        fields = {"messages": self.messages, "tools": tools, "top": self.top_logprobs or 0}
+        fields = {"messages": self.messages, "tools": tools, "top_logprobs": self.top_logprobs or 0}
         return self._complete(defaults, max_tokens, logprobs=bool(self.logprobs), **fields)
 
 
@@ -278,7 +279,7 @@ class CompletionsBody(SamplingBody):
     suffix: None = refused("Not supported. Leave it out.")
     response_format: PlainFormat | None = Field(None, description=GRAMMAR)
 
-    def ask(self, defaults: SamplingParams) -> Ask:
+    def ask(self, defaults: SamplingParams) -> SampleRequest:
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         prompts = self.prompt if several else [self.prompt]
         return self._complete(defaults, self.max_tokens, prompts=prompts, logprobs=self.logprobs is not None)
@@ -315,7 +316,7 @@ class GenerateBody(BaseModel):
     features: None = refused("Not supported: models are trained on text alone.")
     content_parts: None = refused("Not supported: models are trained on text alone.")
 
-    def ask(self, defaults: SamplingParams) -> Ask:
+    def ask(self, defaults: SamplingParams) -> SampleRequest:
         given = self.sampling_params
         return given._complete(defaults, given.max_tokens, prompts=[self.token_ids], logprobs=True, ids=True)
 

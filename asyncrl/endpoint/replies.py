@@ -16,7 +16,7 @@ import orjson
 
 from asyncrl.types import ChatAnswer, FinishReason, Generation, Int32Array
 
-from .parameters import Ask
+from .parameters import SampleRequest
 
 _ENTRY = '{"token":"token_id:%d","token_id":%d,"logprob":%.9g,"bytes":null,"top_logprobs":[]}'  # of one token
 
@@ -46,7 +46,7 @@ def version_runs(generation: Generation) -> list[list[int]]:
 
 
 def logprob_content(choice: ChatAnswer, top: Sequence[tuple[int, float]] = ()) -> dict[str, Any]:
-    """`choices[i].logprobs`, as JSON text: a dictionary per token costs the event loop milliseconds. `top`: `Ask.top_tokens`."""
+    """`choices[i].logprobs`, as JSON text: a dictionary per token costs the event loop milliseconds. `top`: see `SampleRequest`."""
     generation = choice.generation
     ids = generation.token_ids.tolist()
     parts = list(map(_ENTRY.__mod__, zip(ids, ids, generation.logprobs.tolist(), strict=True)))
@@ -68,12 +68,12 @@ def identifier(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-def _shared(ask: Ask, choice: ChatAnswer) -> dict[str, Any]:
+def _shared(ask: SampleRequest, choice: ChatAnswer) -> dict[str, Any]:
     fields: dict[str, Any] = {"policy_versions": version_runs(choice.generation)}
     return fields | ({"token_ids": choice.generation.token_ids} if ask.ids else {})
 
 
-def chat_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
+def chat_reply(ask: SampleRequest, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
     """The answer as the object `chat.completion`."""
     return {
         "id": identifier("chatcmpl"),
@@ -95,7 +95,7 @@ def chat_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
     }
 
 
-def chat_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
+def chat_events(ask: SampleRequest, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
     """The answer as a stream of `chat.completion.chunk`, a chunk for each choice."""
     reply = chat_reply(ask, choices, model)
     for choice in reply["choices"]:
@@ -105,7 +105,7 @@ def chat_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator
     return _chunks(ask, reply | {"object": "chat.completion.chunk"})
 
 
-def _chunks(ask: Ask, reply: Mapping[str, Any]) -> Iterator[bytes]:
+def _chunks(ask: SampleRequest, reply: Mapping[str, Any]) -> Iterator[bytes]:
     head = {key: value for key, value in reply.items() if key not in ("choices", "usage")}
     for choice in reply["choices"]:
         yield event(head | {"choices": [choice]})
@@ -114,10 +114,9 @@ def _chunks(ask: Ask, reply: Mapping[str, Any]) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-def text_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
+def text_reply(ask: SampleRequest, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
     """The answer as the object `text_completion`. With several prompts, prompt ids (if asked for) are in each choice."""
-    several = len(ask.prompts) > 1
-    found = []
+    several, found = len(ask.prompts) > 1, []
     for number, choice in enumerate(choices):
         text = choice.message["content"]
         fields = {"index": number, "text": text, "finish_reason": finish_reason(choice), "logprobs": None}
@@ -139,12 +138,12 @@ def text_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str,
     }
 
 
-def text_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
+def text_events(ask: SampleRequest, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
     """The answer as a stream of `text_completion`, a chunk for each choice."""
     return _chunks(ask, text_reply(ask, choices, model))
 
 
-def generate_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
+def generate_reply(ask: SampleRequest, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
     """The answer of vLLM's generate route."""
     return {
         "request_id": identifier("generate"),
@@ -164,7 +163,7 @@ def generate_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[
     }
 
 
-def tokens_of(ask: Ask, choice: ChatAnswer) -> dict[str, Any]:
+def tokens_of(ask: SampleRequest, choice: ChatAnswer) -> dict[str, Any]:
     """The fields about tokens of an answer that has exactly one choice."""
     fields: dict[str, Any] = {"prompt_token_ids": choice.prompt_ids, "token_logprobs": choice.generation.logprobs}
     return _shared(ask, choice) | (fields if ask.ids else {})

@@ -15,13 +15,13 @@ from .parameters import (
     SAMPLED_ALONE,
     TOKENS,
     TOOL_CHOICE,
-    Ask,
     Closed,
     Loose,
     OnlyFalse,
     OnlyTrue,
     OpenAiBody,
     PlainFormat,
+    SampleRequest,
     ToolFunction,
     as_tools,
     joined,
@@ -106,7 +106,7 @@ class ResponsesBody(OpenAiBody):
     conversation: None = refused("Not supported: nothing is stored. Send the whole conversation as input.")
     prompt: None = refused("Not supported: nothing is stored. Send instructions and input.")
 
-    def ask(self, defaults: SamplingParams) -> Ask:
+    def ask(self, defaults: SamplingParams) -> SampleRequest:
         items: Any = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         start: Messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tools: Any = [] if self.tool_choice == "none" else self.tools
@@ -153,11 +153,10 @@ def _messages(items: list[dict[str, Any]]) -> Messages:
     return messages
 
 
-def responses_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
+def responses_reply(ask: SampleRequest, choices: Sequence[ChatAnswer], model: str) -> dict[str, Any]:
     """The answer as the object `response`."""
     [choice] = choices
-    message = choice.message
-    cut = finish_reason(choice) == "length"
+    message, cut = choice.message, finish_reason(choice) == "length"
     status = "incomplete" if cut else "completed"
     output: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):
@@ -201,7 +200,7 @@ def responses_reply(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> dict
     }
 
 
-def responses_events(ask: Ask, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
+def responses_events(ask: SampleRequest, choices: Sequence[ChatAnswer], model: str) -> Iterator[bytes]:
     """The answer as a stream of events, with one delta event for each part."""
     reply = responses_reply(ask, choices, model)
     begun = reply | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}

@@ -228,7 +228,8 @@ class Chat:
         ends = [match.start() for match in re.finditer("|".join(map(re.escape, texts)) or "(?!)", text)]
         if not any(read_calls(text[:end], tools)[2] for end in [*ends, len(text)]):
             logger.warning(
-                "the chat template writes calls of tools as %r, which cannot be read: calls stay text", text[:200]
+                "the chat template writes calls of tools as %r, which asyncrl cannot read: calls stay in the text of the reply",
+                text[:200],
             )
 
     def has_ended(self, generation: Generation) -> bool:
@@ -375,7 +376,7 @@ def _without_thinking(text: str) -> str:
     return text[:-_TAIL] + _EMPTY_THINKING.sub("", text[-_TAIL:], count=1)
 
 
-class Spelling:
+class ComparableMessages:
     """Messages in a form for comparisons. The ids of calls are ignored, and so is reasoning that a client left out."""
 
     def __init__(self, messages: Messages) -> None:
@@ -385,7 +386,7 @@ class Spelling:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def is_beginning_of(self, other: Spelling) -> bool:
+    def is_beginning_of(self, other: ComparableMessages) -> bool:
         """Whether the messages of `other`, which a client sent, begin with these messages."""
         pairs = zip(self._thoughts, other._thoughts, strict=False)
         return self._keys == other._keys[: len(self)] and all(

@@ -36,8 +36,7 @@ def load_environment(address: str, agents: Agents, text: CompletionText) -> Envi
     if is_episode(factory):
         return AgentEnvironment(agents, factory)
     parameters = inspect.signature(factory).parameters.values()
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = {p.name for p in parameters}
+    takes_all, names = any(p.kind is p.VAR_KEYWORD for p in parameters), {p.name for p in parameters}
     arguments = {name: value for name, value in available.items() if takes_all or name in names}
     with user_code(lambda error: ConfigError(f"environment {address!r} raised {type(error).__name__}: {error}")):
         environment = factory(**arguments)
@@ -47,14 +46,15 @@ def load_environment(address: str, agents: Agents, text: CompletionText) -> Envi
 def find_environment(address: str) -> Any:
     """The coroutine function, class or factory at an address. Does not call it. Errors: ConfigError."""
     factory, name = load_object(address), f"environment {address!r}"
+    kinds = "a coroutine function, a class or a factory"
     if is_episode(factory):
         return check_episode(factory, name)
     if not callable(factory):
-        raise ConfigError(f"{name} is of type {type(factory).__name__}; expected a coroutine function or a class")
+        raise ConfigError(f"{name} is of type {type(factory).__name__}; expected {kinds}")
     try:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError as error:
-        raise ConfigError(f"{name}: {error}; expected a coroutine function or a class with a signature") from error
+        raise ConfigError(f"{name}: {error}; expected {kinds}, with a signature") from error
     missing = [p.name for p in parameters if _is_required(p) and p.name not in _AVAILABLE]
     if {"task", "policy"} <= set(missing):
         raise ConfigError(f"{name} is not a coroutine function; write `async def episode(task, policy)`")

@@ -78,8 +78,7 @@ class AgentPolicy:
     """The policy for one branch of an episode. Every request with a reply is recorded: its tokens, log-probs and versions."""
 
     def __init__(self, session: Session, branch: str = "") -> None:
-        self._session = session
-        self._branch = branch
+        self._session, self._branch = session, branch
         self._branches = 0  # calls of `branch` without a name
         self._address: tuple[str, str] | None = None  # (base URL, key)
 
@@ -100,12 +99,12 @@ class AgentPolicy:
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = np.asarray(ids, np.int32)
         generation = await self._open_session.sample(prompt_ids, self._sampling(sampling), branch=self._branch)
-        text = self._session.format.parse(prompt_ids, generation)["content"]
+        text = self._session.chat_format.parse(prompt_ids, generation)["content"]
         return self._reply({"role": "assistant", "content": text}, prompt_ids, generation, ())
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, such as a tool's result. Control tokens in the text are encoded as plain text."""
-        return list(map(int, self._session.format.encode(text)))
+        return list(map(int, self._session.chat_format.encode(text)))
 
     def branch(self, name: str | None = None) -> AgentPolicy:
         """A policy for a sub-agent or a parallel try, with random numbers of its own. The tokens belong to this episode. `name`:

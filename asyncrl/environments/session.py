@@ -38,7 +38,7 @@ from asyncrl.types import (
     Trajectory,
 )
 
-from .chat import Chat, RecordedTurn, Spelling, normalise, normalise_tools
+from .chat import Chat, ComparableMessages, RecordedTurn, normalise, normalise_tools
 from .single_turn import episode_seed, hashed_seed
 from .tools import Toolbox
 
@@ -86,11 +86,11 @@ class Agents:
 
 class _AnsweredRequest(NamedTuple):
     """A request with a reply. `number`: counts the episode's requests from 0 in the order of their starts. `end`: the index of the
-    reply's last token in the tree. `through`: the `end` of the earlier request that this request continues, or -1."""
+    reply's last token in the tree. `continued_end`: the `end` of the earlier request that this request continues, or -1."""
 
     number: int
     end: int
-    through: int
+    continued_end: int
     generation: Generation
 
 
@@ -104,14 +104,14 @@ class TokenTree:
         self.replies: list[int] = []  # index of the first token of each reply
         self.prompt_length = 0  # of the first request
 
-    def add(self, prompt_ids: Int32Array, generation: Generation, through: int = -1) -> int:
-        """Add a prompt and its reply. Returns the index of the reply's last token. `through`: as in `_AnsweredRequest`."""
+    def add(self, prompt_ids: Int32Array, generation: Generation, continued_end: int = -1) -> int:
+        """Add a prompt and its reply. Returns the index of the reply's last token. `continued_end`: as in `_AnsweredRequest`."""
         routes, size = generation.routed_experts, prompt_ids.size + generation.token_ids.size
         if routes is not None and len(routes) != size:
             raise GenerationError(f"the engine returned experts of {len(routes)} tokens for a request of {size}")
         if not self.segments:
             self.prompt_length = prompt_ids.size
-        known, after = self._longest_prefix(prompt_ids, through)
+        known, after = self._longest_prefix(prompt_ids, continued_end)
         new = np.zeros(prompt_ids.size - known + generation.token_ids.size, _TOKEN)
         new["version"] = -1
         new["id"][: prompt_ids.size - known] = prompt_ids[known:]
@@ -130,9 +130,9 @@ class TokenTree:
         self._add_routes(path, routes)
         return int(path[-1])
 
-    def known(self, prompt_ids: Int32Array, through: int = -1) -> int:
-        """The length of the prompt's longest prefix that is in the tree. `through`: as in `_AnsweredRequest`."""
-        return self._longest_prefix(prompt_ids, through)[0]
+    def known(self, prompt_ids: Int32Array, continued_end: int = -1) -> int:
+        """The length of the prompt's longest prefix that is in the tree. `continued_end`: as in `_AnsweredRequest`."""
+        return self._longest_prefix(prompt_ids, continued_end)[0]
 
     def path(self, last: int) -> Int32Array:
         """Indices of the tokens from the root to the token `last`."""
@@ -143,12 +143,12 @@ class TokenTree:
             last = after
         return np.concatenate([np.zeros(0, np.int32), *reversed(pieces)]).astype(np.int32)
 
-    def _longest_prefix(self, ids: Int32Array, through: int) -> tuple[int, int]:
+    def _longest_prefix(self, ids: Int32Array, continued_end: int) -> tuple[int, int]:
         """(length of the longest prefix of `ids` in the tree, index of its last token or -1). If several paths are equally long, a
-        path through the token `through` wins."""
+        path through the token `continued_end` wins."""
         found = (0, False, -1)
         ends = [*(start for start, _ in self.segments), self.tokens.size][1:]
-        # For each segment: (depth of its first token, matching tokens from the root on, whether they pass `through`).
+        # For each segment: (depth of its first token, matching tokens from the root on, whether they pass `continued_end`).
         matches: list[tuple[int, int, bool]] = []
         for (start, after), end in zip(self.segments, ends, strict=True):
             depth, passes = 0, False
@@ -159,11 +159,11 @@ class TokenTree:
                 if matches[parent][1] < depth:
                     matches.append((depth, 0, False))
                     continue
-                passes = (matches[parent][2] and not first <= through) or first <= through <= after
+                passes = (matches[parent][2] and not first <= continued_end) or first <= continued_end <= after
             wanted = ids[depth : depth + end - start]
             differ = np.flatnonzero(self.tokens["id"][start : start + wanted.size] != wanted)
             size = int(differ[0]) if differ.size else wanted.size
-            passes = passes or start <= through < start + size
+            passes = passes or start <= continued_end < start + size
             matches.append((depth, depth + size, passes))
             if size:
                 found = max(found, (depth + size, passes, start + size - 1))
@@ -188,18 +188,16 @@ class Session:
 
     def __init__(self, prompt: Prompt, member: int, group_size: int, generate: Generate, agents: Agents) -> None:
         """Errors: DataError, as `Chat.of_row`."""
-        self.format, self.prompt, self.sampling = agents.chat.of_row(prompt.columns), prompt, agents.sampling
+        self.chat_format, self.prompt, self.sampling = agents.chat.of_row(prompt.columns), prompt, agents.sampling
         self.agents, self._member, self._group_size = agents, member, group_size
         self._generate, self._limits, self._end_session = generate, agents.limits, agents.end_session
-        self._name = f"{prompt.group_id}/{member}"
-        self._seed = episode_seed(agents.seed, prompt.group_id, member)
-        self._tree = TokenTree()
+        self._name, self._seed = f"{prompt.group_id}/{member}", episode_seed(agents.seed, prompt.group_id, member)
         # (turn, forms in which a client may send its messages and reply, index of the last token, branch)
-        self._exchanges: list[tuple[RecordedTurn, list[Spelling], int, str]] = []
+        self._exchanges: list[tuple[RecordedTurn, list[ComparableMessages], int, str]] = []
         # Branch and prompt -> numbers of the equal requests that have not failed: 0 for the first, 1 for the second, and so on.
         self._repetitions: dict[bytes, set[int]] = {}
         self.limit: str | None = None  # text of the newest EpisodeLimit
-        self.ended = False
+        self._tree, self.ended = TokenTree(), False
         self.notes: dict[str, float] = {}  # become the extras of the trajectory
         # `_expected_tokens`: upper bound of the tokens that running requests add.
         self._replies_and_running = self._expected_tokens = 0
@@ -225,9 +223,8 @@ class Session:
     ) -> Generation:
         """Sample a reply to the tokens [P]. `branch`: the name of a parallel branch, which gets random numbers of its own.
 
-        A repeated request samples another reply. A reply that fills the context ends with `length`.
-        Errors: `EpisodeLimit`; `ConfigError` for a temperature that differs from earlier requests; `DataError` for no tokens; those
-        of the engine."""
+        A repeated request samples another reply. A reply that fills the context ends with `length`. Errors: `EpisodeLimit`;
+        `ConfigError` for a temperature that differs from earlier requests; `DataError` for no tokens; those of the engine."""
         return (await self._sample(np.asarray(prompt_ids, np.int32), sampling or self.sampling, branch))[0]
 
     async def chat(
@@ -237,16 +234,16 @@ class Session:
 
         If the template keeps recorded text, the prompt continues the longest recorded conversation with which `messages` begin.
         Errors: as `sample`; `DataError` for messages or tools that are malformed, or that the chat template refuses."""
-        if not self.format.has_template:
+        if not self.chat_format.has_template:
             raise ConfigError(
                 "messages need a chat template, and the tokenizer has none or data.template is raw; use policy.complete "
                 "(/v1/completions), or a model with a template"
             )
-        messages, tools = normalise(messages), self.format.tools if tools is None else normalise_tools(tools)
-        last, through, prompt_ids, messages = self._find_continued(messages, tools, branch)
-        generation, end = await self._sample(prompt_ids, sampling or self.sampling, branch, through)
+        messages, tools = normalise(messages), self.chat_format.tools if tools is None else normalise_tools(tools)
+        last, continued_end, prompt_ids, messages = self._find_continued(messages, tools, branch)
+        generation, end = await self._sample(prompt_ids, sampling or self.sampling, branch, continued_end)
         # Some templates want ids of 9 letters and digits.
-        reply = self.format.parse(prompt_ids, generation, tools, call_id=f"c{end:06d}")
+        reply = self.chat_format.parse(prompt_ids, generation, tools, call_id=f"c{end:06d}")
         [recorded] = normalise([reply])
         self._record(last, RecordedTurn(messages, tools, prompt_ids, generation, recorded), end, branch)
         return ChatAnswer(reply, generation, prompt_ids)
@@ -289,7 +286,7 @@ class Session:
     def forget(self, generation: Generation) -> None:
         """Remove a reply that no client got. If another request continued the reply, does nothing. Call after the last request."""
         for request in [each for each in self._answered if each.generation is generation]:
-            if all(other.through != request.end for other in self._answered):
+            if all(other.continued_end != request.end for other in self._answered):
                 self._answered.remove(request)
                 self._complete = False
                 self._exchanges = [exchange for exchange in self._exchanges if exchange[2] != request.end]
@@ -306,7 +303,7 @@ class Session:
             prompt, reply = np.split(old.tokens[path], [path.size - each.generation.token_ids.size])
             columns = reply["id"], reply["logprob"], reply["filtered"], reply["version"]
             generation = Generation(*columns, FinishReason.STOP, None if old.routes is None else old.routes[path])
-            end_of[each.end] = tree.add(prompt["id"], generation, end_of[each.through])
+            end_of[each.end] = tree.add(prompt["id"], generation, end_of[each.continued_end])
         return tree
 
     def close(self) -> None:
@@ -319,12 +316,12 @@ class Session:
             self._end_session = None
 
     async def _sample(
-        self, prompt_ids: Int32Array, sampling: SamplingParams, branch: str, through: int = -1
+        self, prompt_ids: Int32Array, sampling: SamplingParams, branch: str, continued_end: int = -1
     ) -> tuple[Generation, int]:
         """The reply, and the index of its last token in the tree."""
         key = b"\0".join((branch.encode(), prompt_ids.tobytes()))
         request_number = next(self._requests)
-        added, room = await self._wait_for_room(prompt_ids, sampling, through)
+        added, room = await self._wait_for_room(prompt_ids, sampling, continued_end)
         repetitions = self._repetitions.setdefault(key, set())
         repetition = next(n for n in range(len(repetitions) + 1) if n not in repetitions)
         repetitions.add(repetition)
@@ -342,7 +339,7 @@ class Session:
                     session=None if self._end_session is None else self._name,
                 )
             )
-            end = self._tree.add(prompt_ids, generation, through)
+            end = self._tree.add(prompt_ids, generation, continued_end)
         except BaseException:
             self._replies_and_running -= 1
             if not self._replies_and_running:
@@ -355,15 +352,17 @@ class Session:
             self._request_ended = anyio.Event()
         # The tree has stored the experts.
         generation = replace(generation, routed_experts=None)
-        self._answered.append(_AnsweredRequest(request_number, end, through, generation))
+        self._answered.append(_AnsweredRequest(request_number, end, continued_end, generation))
         return generation, end
 
-    async def _wait_for_room(self, prompt_ids: Int32Array, sampling: SamplingParams, through: int) -> tuple[int, int]:
+    async def _wait_for_room(
+        self, prompt_ids: Int32Array, sampling: SamplingParams, continued_end: int
+    ) -> tuple[int, int]:
         """(number of the prompt's tokens that are not in the tree, limit for the reply's tokens). A request beyond a limit waits
         for the running requests: an error now could end the episode before its first reply, and a running request may use fewer
         tokens than its limit. Errors: as `_room`."""
         while True:
-            added = prompt_ids.size - self._tree.known(prompt_ids, through)
+            added = prompt_ids.size - self._tree.known(prompt_ids, continued_end)
             try:
                 return added, self._room(prompt_ids, sampling, added)
             except EpisodeLimit as error:
@@ -380,7 +379,7 @@ class Session:
             raise DataError("a request has no token; expected at least one")
         if self.has_all_turns:
             raise EpisodeLimit(
-                f"the episode has had {self._replies_and_running} replies; rollout.max_turns allows {limits.max_turns}; end the "
+                f"the episode has {self._replies_and_running} replies; rollout.max_turns allows {limits.max_turns}; end the "
                 "episode, or raise the setting"
             )
         if prompt_ids.size >= limits.max_context:
@@ -394,14 +393,15 @@ class Session:
             if tokens >= limits.total:
                 raise EpisodeLimit(
                     f"all branches of the episode would have {tokens} tokens, running requests included; the larger of "
-                    f"rollout.max_context and train.tokens_per_microbatch allows {limits.total}; end the episode, or raise it"
+                    f"rollout.max_context and train.tokens_per_microbatch allows {limits.total}; end the episode, or raise one of "
+                    "the two settings"
                 )
             room = min(room, limits.total - tokens)
         if self._temperature is None:
             self._temperature = sampling.temperature
         if sampling.temperature != self._temperature:
             raise ConfigError(
-                f"a request asks for temperature {sampling.temperature:g}, and an earlier one of this episode for "
+                f"a request asks for temperature {sampling.temperature:g}, and an earlier request of this episode for "
                 f"{self._temperature:g}; an episode has one temperature: leave temperature out, or set rollout.temperature"
             )
         return room
@@ -412,7 +412,7 @@ class Session:
         """(the recorded turn that the request continues or None, index of that turn's last token or -1, prompt of the request,
         messages with the replies as they were recorded)."""
         best: tuple[tuple[int, bool, int], RecordedTurn, int, Messages] | None = None
-        sent = Spelling(messages)
+        sent = ComparableMessages(messages)
         for number, (turn, spellings, end, of_branch) in enumerate(self._exchanges):
             for spelling in spellings:
                 if not spelling.is_beginning_of(sent):
@@ -424,15 +424,15 @@ class Session:
         if best is not None:
             _, turn, end, messages = best
             tools = turn.tools if turn.tools == tools else tools
-            ids = self.format.extend(turn, messages, tools)
+            ids = self.chat_format.extend(turn, messages, tools)
             if ids is not None:
                 return turn, end, ids, messages
             cause = "template" if turn.tools == tools else "tools"
         is_repeated = any(turn.messages == messages for turn, *_ in self._exchanges)
         has_history = best is not None or any(of_branch == branch for *_, of_branch in self._exchanges)
         if has_history and not is_repeated:
-            self.format.count_fork(cause)
-        return None, -1, self.format.render(messages, tools), messages
+            self.chat_format.count_fork(cause)
+        return None, -1, self.chat_format.render(messages, tools), messages
 
     def _record(self, last: RecordedTurn | None, new: RecordedTurn, end: int, branch: str) -> None:
         """Record a request and its reply, for requests that continue them. `last`: the turn that this request continued."""
@@ -449,17 +449,17 @@ class Session:
                     np.int32
                 )
                 generation = replace(new.generation, token_ids=ids)
-                [whole] = normalise([self.format.parse(last.prompt_ids, generation, new.tools)])
+                [whole] = normalise([self.chat_format.parse(last.prompt_ids, generation, new.tools)])
                 new = RecordedTurn(messages[:-1], new.tools, last.prompt_ids, generation, whole)
             spellings.append([*new.messages, new.reply])
-        self._exchanges.append((new, [Spelling(each) for each in spellings], end, branch))
+        self._exchanges.append((new, [ComparableMessages(each) for each in spellings], end, branch))
 
     def _completion(self, tree: TokenTree) -> str | Messages:
         """The messages after those of the first request, up to the last reply. A text if no request had messages."""
         if not self._exchanges:
             path = tree.path(tree.tokens.size - 1)
             ids = tree.tokens["id"][path[path >= tree.prompt_length]]
-            return self.format.decode(ids[: ids.size - self.format.has_ended(max(self._answered).generation)])
+            return self.chat_format.decode(ids[: ids.size - self.chat_format.has_ended(max(self._answered).generation)])
         number_of = {request.end: request.number for request in self._answered}
         exchanges = sorted(self._exchanges, key=lambda exchange: number_of[exchange[2]])
         first, last = exchanges[0][0], exchanges[-1][0]

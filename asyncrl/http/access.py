@@ -105,7 +105,7 @@ class Access:
                 return path
         raise Refused(
             401,
-            "the request has no key, or a wrong one: use the complete URL that the run printed at its start "
+            "the request has no key, or a wrong key: use the complete URL that the run printed at its start "
             "(http://HOST:PORT/KEY), or the header `Authorization: Bearer KEY`; the setting door.http_key sets the key",
         )
 

@@ -170,7 +170,7 @@ class HttpServer:
     def listen(self) -> str:
         """Listen at the address. Returns the URL. Errors: ConfigError."""
         if self.url:
-            raise LifecycleError("an HttpServer is opened once; make a new one")
+            raise LifecycleError("an HttpServer can be opened only once; make a new HttpServer")
         host, port = self._access.address.host, self._access.address.port
         with ExitStack() as sockets:
             try:

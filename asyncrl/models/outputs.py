@@ -69,7 +69,7 @@ class Comparisons:
         self._above_soft_limit = 0  # consecutive distances
         self._last_theirs: list[float] | None = None
 
-    def judge(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, str | None]:
+    def compare(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, str | None]:
         """Log-probs `ours` of the engine and `theirs` of the trainer -> (distance in nats, error or None). If `theirs` are those of
         the last call, the weights are the same, and the call does not count towards `CONSECUTIVE`."""
         bound, distance = self._bound, self._bound.distance(ours, theirs)

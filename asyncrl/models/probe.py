@@ -196,9 +196,9 @@ def _narrow(text: PretrainedConfig, *, stream: bool) -> None:
         if getattr(text, "num_key_value_heads", None) is not None:
             text.num_key_value_heads = fewer_key_heads
         if stream and isinstance(getattr(text, "head_dim", None), int):
-            # Many classes require a multiple of the number of heads. The remainder modulo `LANES` stays (see `_fewer_heads`).
+            # Many classes require a multiple of the number of heads. The remainder modulo `SIMD_WIDTH` stays (see `_fewer_heads`).
             heads, hidden = text.num_attention_heads, text.hidden_size
-            fitting = (n for n in range(_SMALL_HIDDEN, hidden) if not (n % heads or (hidden - n) % native.LANES))
+            fitting = (n for n in range(_SMALL_HIDDEN, hidden) if not (n % heads or (hidden - n) % native.SIMD_WIDTH))
             text.hidden_size = next(fitting, hidden)
     for name in _MLP_SIZES:
         value = getattr(text, name, None)
@@ -216,10 +216,10 @@ def _fewer_heads(heads: int, key_heads: int, hidden: int) -> tuple[int, int, int
     per_key_head, remainder = divmod(heads, key_heads)
     fewer_heads = min(key_heads, 2) * (per_key_head if per_key_head <= 8 else 5 + (per_key_head - 1) % 4)
     smaller_hidden, hidden_remainder = divmod(hidden * fewer_heads, heads)
-    if not remainder and not hidden_remainder and smaller_hidden % native.LANES == hidden % native.LANES:
+    if not remainder and not hidden_remainder and smaller_hidden % native.SIMD_WIDTH == hidden % native.SIMD_WIDTH:
         return fewer_heads, min(key_heads, 2), smaller_hidden
     divisors = (n for n in range(2, key_heads // 2 + 1) if not (heads % n or key_heads % n or hidden % n))
-    divisor = max((n for n in divisors if hidden // n % native.LANES == hidden % native.LANES), default=1)
+    divisor = max((n for n in divisors if hidden // n % native.SIMD_WIDTH == hidden % native.SIMD_WIDTH), default=1)
     return heads // divisor, key_heads // divisor, hidden // divisor
 
 

@@ -67,10 +67,7 @@ class RewardModel:
         Errors: ConfigError if the module returns no logits or ignores its mask, or if `label` chooses no output of the module."""
         self.name = reward_model_name(config)
         self.module = _moved(module, device, DTYPES[dtype]).eval().requires_grad_(False)
-        self._tokenizer = tokenizer
-        self._label = config.label
-        self._device = device
-        self._tokens = tokens
+        self._tokenizer, self._label, self._device, self._tokens = tokenizer, config.label, device, tokens
         self.max_text_tokens = config.max_tokens or _longest_text(module, tokenizer)  # limit of the tokens of a text
         self._pad = _padding_token(module, tokenizer)
         self._check_probes(DTYPES[dtype])
@@ -305,7 +302,7 @@ def _conversation(prompt: str | Messages, completion: str | Messages) -> Message
 def _label_problem(name: str, labels: int, label: int | None) -> str | None:
     """An error text if `label` (None: not given) does not choose one of the `labels` outputs. Else None."""
     if label is None and labels != 1:
-        return f"{name!r} has {labels} outputs; say which one is the score with `label` (0 to {labels - 1})"
+        return f"{name!r} has {labels} outputs; set `label` to the output that is the score (0 to {labels - 1})"
     if label is not None and label >= labels:
         return f"{name!r} has {labels} output(s), but label is {label}; expected 0 to {labels - 1}"
     return None

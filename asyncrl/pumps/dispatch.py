@@ -106,7 +106,7 @@ class Dispatch:
         prompt = await self._take(peer)
         assert self._prompts is not None
         group = None if prompt is None else prompt.group_id
-        pace = {"others_mean_s": self._others_mean_s(peer), "generating": self.generating}
+        pace = {"others_mean_s": self._others_mean_s(peer), "generating": self.generating_count}
         return {"group": group, "digest": self._prompts.digest, **pace}, ()
 
     def _note_durations(self, peer: str, played_s: Sequence[float]) -> None:
@@ -140,7 +140,7 @@ class Dispatch:
         await self._admitted("", None, ())
 
     @property
-    def generating(self) -> int:
+    def generating_count(self) -> int:
         """The number of ranks that generate."""
         return len(self._generating_ranks)
 

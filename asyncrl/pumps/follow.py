@@ -56,7 +56,7 @@ class Remote:
         self.trained = asyncio.Event()  # no step follows
         self.ended = asyncio.Event()
         self.last_version = -1  # the last version of the run; known when `ended` is set
-        self.others_mean_s, self.generating = 0.0, 1  # see `rollout.Prompts`
+        self.others_mean_s, self.generating_count = 0.0, 1  # see `rollout.Prompts`
         self._sent_version = -1  # newest version sent by rank 0 (`wait_sent_version`)
         self._version_arrived = asyncio.Event()
         line.on(VERSION, self._on_version)
@@ -80,7 +80,7 @@ class Remote:
         """The next prompt of rank 0's cursor. None if no prompt is left. Errors: DataError if the data of the ranks differ."""
         answer, _ = await self._line.ask(NEXT, {"played_s": [*played_s]})
         assert self._prompts is not None
-        self.others_mean_s, self.generating = answer["others_mean_s"], answer["generating"]
+        self.others_mean_s, self.generating_count = answer["others_mean_s"], answer["generating"]
         if answer["digest"] != self._prompts.digest:
             raise DataError(
                 "the prompts of this rank are not those of rank 0 (their fingerprints differ); give all ranks the same data.train"

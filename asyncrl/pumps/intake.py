@@ -40,13 +40,12 @@ class Intake:
     """Scores and filters groups of every source. Then drops a group, sends it to a training rank, or makes it ready for a claim."""
 
     def __init__(self, ports: Ports, reroll: Reroll) -> None:
-        self._ports = ports
-        self._screen = Screen(ports)
+        self._ports, self._screen = ports, Screen(ports)
         self._reroll = reroll
         self._members: dict[int, dict[int, Trajectory]] = {}  # scored members of incomplete own groups
         self._submitted: OrderedDict[int, None] = OrderedDict()  # ids of groups from outside, oldest first
         self._components: set[str] = set()  # names of reward components from outside
-        self._warned_of_one = False
+        self._warned_of_single_member = False
         self._closed = ""  # why `submit` and `play` are refused; empty: open
         self._waiting: set[anyio.CancelScope] = set()  # a scope for each call that waits for a slot
         self._playing: dict[anyio.CancelScope, anyio.Event] = {}  # scope of a call of `play` -> set at its end
@@ -225,8 +224,9 @@ class Intake:
     async def _filter(self, group: Group, *, leased: bool = False) -> Group:
         """Shape the rewards of a scored group, then drop the group, make it ready, or send it to a training rank (`depart`)."""
         ports = self._ports
-        if len(group.trajectories) == 1 and not self._warned_of_one and (problem := alone_problem(ports.config)):
-            self._warned_of_one = True
+        is_first_single = len(group.trajectories) == 1 and not self._warned_of_single_member
+        if is_first_single and (problem := alone_problem(ports.config)):
+            self._warned_of_single_member = True
             logger.warning("a group of 1 trajectory (play with n=1, or submit) trains nothing; %s", problem)
         if ports.config.reward.overlong.cache is not None:
             group = replace(

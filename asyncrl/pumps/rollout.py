@@ -61,7 +61,7 @@ class Prompts(Protocol):
         ...
 
     @property
-    def generating(self) -> int:
+    def generating_count(self) -> int:
         """The number of ranks that generate, as known at the last call of `next`."""
         ...
 
@@ -80,7 +80,7 @@ class OwnPrompts:
     others_mean_s = 0.0
 
     def __init__(self, source: PromptSource, generating: int) -> None:
-        self._source, self.generating = source, generating
+        self._source, self.generating_count = source, generating
 
     async def next(self, played_s: Sequence[float]) -> Prompt | None:
         return self._source.next()
@@ -135,7 +135,7 @@ class RolloutPump:
         if prompt is None:
             return None
         self._pace.others_mean_s = self._prompts.others_mean_s
-        self._pace.set_max_playing(self._share(self._prompts.generating))
+        self._pace.set_max_playing(self._share(self._prompts.generating_count))
         with self._ports.recorder.wait("rollout pump", "a slot", on="publish pump", cause="slots"):
             self.waiting_prompt = prompt.group_id
             ticket = await self._ports.ledger.admit(prompt.group_id)

@@ -44,8 +44,8 @@ _MAX_INT32 = 2**31 - 1
 class Limits:
     """Limits of a run for one trajectory. None means no limit, except for `routes`."""
 
-    longest: int | None = None  # limit of the tokens of one path
-    total: int | None = None  # limit of the tokens of all branches together
+    max_path_tokens: int | None = None  # limit of the tokens of one path
+    max_tokens: int | None = None  # limit of the tokens of all branches together
     vocabulary: int | None = None  # token ids must be below this
     # (layers, experts per token, experts), if the run replays routes. None: the trajectory must have no routes.
     routes: tuple[int, int, int] | None = None
@@ -136,7 +136,7 @@ def _check_column(column: Any, kind: str, tokens: Any, where: str) -> None:
         found = f"{column.dtype} of shape {column.shape}" if isinstance(column, np.ndarray) else type(column).__name__
         raise DataError(f"{where} is {found}; expected a one-dimensional numpy array of {_KIND_NAMES[kind]}")
     if column.size != tokens.size:
-        raise DataError(f"{where} has {column.size} entries for {tokens.size} tokens; give one each")
+        raise DataError(f"{where} has {column.size} entries for {tokens.size} tokens; give one entry per token")
 
 
 def _check_tokens(t: Trajectory, limits: Limits, label: str) -> None:
@@ -150,14 +150,14 @@ def _check_tokens(t: Trajectory, limits: Limits, label: str) -> None:
 
 
 def _check_lengths(t: Trajectory, limits: Limits, label: str) -> None:
-    if limits.longest is not None and t.longest_path > limits.longest:
+    if limits.max_path_tokens is not None and t.longest_path > limits.max_path_tokens:
         raise DataError(
-            f"{label}: a path has {t.longest_path} tokens; this run takes 1 to {limits.longest} (rollout.max_context, or "
+            f"{label}: a path has {t.longest_path} tokens; this run takes 1 to {limits.max_path_tokens} (rollout.max_context, or "
             "data.max_prompt_tokens + rollout.max_tokens)"
         )
-    if limits.total is not None and t.tokens.size > limits.total:
+    if limits.max_tokens is not None and t.tokens.size > limits.max_tokens:
         raise DataError(
-            f"{label}: all branches have {t.tokens.size} tokens; this run takes 1 to {limits.total} "
+            f"{label}: all branches have {t.tokens.size} tokens; this run takes 1 to {limits.max_tokens} "
             "(train.tokens_per_microbatch)"
         )
 

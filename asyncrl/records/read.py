@@ -118,7 +118,7 @@ def _sections(
         inner = spec.inner
         if dtype is None or dtype not in spec.dtypes or axis != spec.axis:
             raise RecordError(
-                f"section {Section(section).name} has axis {axis} and dtype {code}: not as version 1 says"
+                f"section {Section(section).name} has axis {axis} and dtype {code}, which version 1 does not allow for this section"
             )
         if axis in (Axis.BYTES, Axis.ROW_BYTES):
             strings[section] = raw = view[offset : offset + nbytes]

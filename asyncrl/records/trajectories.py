@@ -203,7 +203,7 @@ def _json(raw: bytes, section: int, *types: type) -> Any:
         raise RecordError(f"section {Section(section).name} is not valid JSON: {error}") from None
     if not isinstance(value, types):
         names = " or ".join(expected.__name__ for expected in types)
-        raise RecordError(f"section {Section(section).name}: JSON of a {names} expected, found {raw[:80]!r}")
+        raise RecordError(f"section {Section(section).name}: expected JSON of type {names}, found {raw[:80]!r}")
     return value
 
 

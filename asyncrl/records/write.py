@@ -116,7 +116,7 @@ def plan(draft: Draft) -> Plan:
     lengths = list(map(len, sections[Section.TOKENS]))
     if len(lengths) != n:
         raise RecordError(
-            f"group {draft.group}: {n} members, but TOKENS has {len(lengths)} arrays; give one per member"
+            f"group {draft.group}: {n} members, but TOKENS has {len(lengths)} arrays; give one array per member"
         )
     total = sum(lengths)
     counts = ((Section.LENGTHS, lengths), (Section.MEMBERS, members))

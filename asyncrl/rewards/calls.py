@@ -69,8 +69,8 @@ class LoadedFunction:
     index: int  # the function's number in the worker
     name: str
     # Names of the parameters, and whether the function also takes all other columns (`**kwargs`).
-    named: Sequence[str]
-    takes_all: bool
+    parameters: Sequence[str]
+    takes_kwargs: bool
     asynchronous: bool
     whole_group: bool  # see `forms.whole_group`
     spec: RewardSpec
@@ -78,12 +78,12 @@ class LoadedFunction:
     @property
     def asks_policy(self) -> bool:
         """Whether the function takes the address of the policy's endpoint."""
-        return not {"base_url", "api_key"}.isdisjoint(self.named)
+        return not {"base_url", "api_key"}.isdisjoint(self.parameters)
 
     def select(self, arguments: dict[str, Any], by_name: dict[str, Any]) -> dict[str, Any]:
         """What the worker gets: the `arguments` that the signature accepts, and those of `by_name` that the signature names."""
-        accepted = {k: v for k, v in arguments.items() if self.takes_all or k in self.named}
-        return accepted | {k: v for k, v in by_name.items() if k in self.named}
+        accepted = {k: v for k, v in arguments.items() if self.takes_kwargs or k in self.parameters}
+        return accepted | {k: v for k, v in by_name.items() if k in self.parameters}
 
 
 def trl_arguments(
@@ -132,7 +132,8 @@ def function_source(spec: RewardSpec) -> str | bytes:
         return bytes(cloudpickle.dumps(spec.function))
     # Pickling a user's object may raise any exception.
     except Exception as error:
-        raise ConfigError(f"reward function {spec.function!r} cannot be pickled: {error}; name its path") from error
+        advice = "give its import path (module:name or file.py:name)"
+        raise ConfigError(f"reward function {spec.function!r} cannot be pickled: {error}; {advice}") from error
 
 
 def remote_text(reply: dict[str, str]) -> str:

@@ -94,10 +94,10 @@ def is_async(call: Callable[..., Any]) -> bool:
     return any(inspect.iscoroutinefunction(method) for method in (call, getattr(call, "__call__", None)))  # noqa: B004
 
 
-def check_reserved(columns: Collection[str], named: Collection[str], takes_all: bool) -> None:
-    """Errors: `UsageError` for a column with the name of an argument that the run passes to the function. `named`: the function's
-    parameters. `takes_all`: the function also has `**kwargs`."""
-    given = {*named, *(RESERVED if takes_all else ())}
+def check_reserved(columns: Collection[str], parameters: Collection[str], takes_kwargs: bool) -> None:
+    """Errors: `UsageError` for a column with the name of an argument that the run passes to the function. `parameters`: the
+    function's parameters. `takes_kwargs`: the function also has `**kwargs`."""
+    given = {*parameters, *(RESERVED if takes_kwargs else ())}
     if taken := [name for name in (*RESERVED, *BY_NAME) if name in columns and name in given]:
         raise UsageError(
             f"the data has the columns {', '.join(taken)}, but the run itself passes arguments of these names; rename the columns"

@@ -44,26 +44,25 @@ class Function:
     """A loaded reward function and what its signature takes."""
 
     def __init__(self, call: Callable[..., Any], name: str, whole_group: bool) -> None:
-        self.call = call
-        self.name = name
+        self.call, self.name = call, name
         self.asynchronous = is_async(call)
         self.whole_group = whole_group
         self.check = columns_check(call)
         # The names of the parameters, and whether the function takes any other keyword argument (**kwargs).
-        self.named: list[str] = []
-        self.takes_all = False
+        self.parameters: list[str] = []
+        self.takes_kwargs = False
         for parameter in inspect.signature(call).parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
-                self.takes_all = True
+                self.takes_kwargs = True
             elif parameter.kind is parameter.POSITIONAL_ONLY:
                 raise UsageError(f"parameter {parameter.name!r} is positional-only; arguments are passed by name")
             elif parameter.kind is not parameter.VAR_POSITIONAL:
-                self.named.append(parameter.name)
+                self.parameters.append(parameter.name)
 
     def begin(self, request: dict[str, Any], log: Log) -> Any:
         """Call the function with the arguments of a request. If the result is awaitable, the caller must await it."""
         extra = {"trainer_state": SimpleNamespace(**request["state"]), "log_metric": log.metric, "log_extra": log.extra}
-        taken = {name: extra[name] for name in extra if self.takes_all or name in self.named}
+        taken = {name: extra[name] for name in extra if self.takes_kwargs or name in self.parameters}
         self.check(request["arguments"])
         return self.call(**request["arguments"], **taken)
 
@@ -156,7 +155,7 @@ def load_functions(sources: Sequence[str | bytes], columns: Sequence[Sequence[st
         function = Function(call, name, bool(getattr(found, "whole_group", False)))
         for names in columns:
             try:
-                check_reserved(names, function.named, function.takes_all)
+                check_reserved(names, function.parameters, function.takes_kwargs)
                 function.check(names)
             except UsageError as error:
                 raise UsageError(f"{function.name}: {error}") from None
@@ -287,7 +286,7 @@ class SocketSession:
     def _load(self, request: dict[str, Any]) -> dict[str, Any]:
         sys.path.extend(entry for entry in request["path"] if entry not in sys.path)
         self._functions = load_functions(request["functions"], request["columns"])
-        facts = ("name", "named", "takes_all", "asynchronous", "whole_group")
+        facts = ("name", "parameters", "takes_kwargs", "asynchronous", "whole_group")
         found = [{fact: getattr(function, fact) for fact in facts} for function in self._functions]
         return {"pid": self._pid, "functions": found}
 

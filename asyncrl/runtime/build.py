@@ -219,12 +219,12 @@ def _limits(run: OpenRun) -> Limits:
     # A trajectory is not split over microbatches, so a longer trajectory would need more memory than was predicted.
     total = max(row_limit(config), config.train.tokens_per_microbatch)
     if (model := run.model_description) is not None:
-        return Limits(total=total, vocabulary=model["vocabulary"], routes=model["routes"] and tuple(model["routes"]))
+        return Limits(max_tokens=total, vocabulary=model["vocabulary"], routes=tuple(model["routes"] or ()) or None)
     if policy is None:
-        return Limits(total=total)
+        return Limits(max_tokens=total)
     shape = policy.routing.shape if config.algorithm.router_replay and policy.routing is not None else None
     routes = None if shape is None else (shape.layers, shape.k, shape.experts)
-    return Limits(total=total, vocabulary=int(policy.config.get_text_config().vocab_size), routes=routes)
+    return Limits(max_tokens=total, vocabulary=int(policy.config.get_text_config().vocab_size), routes=routes)
 
 
 def _make_pool(run: OpenRun) -> RewardPool:

@@ -53,7 +53,7 @@ REFUSED_SECTIONS = {
 
 def limits_of(runtime: Runtime) -> Limits:
     """The limits of a trajectory from another process: those of `Runtime.submit`, and the longest row of the run's own rollouts."""
-    return replace(runtime.limits, longest=row_limit(runtime.config))
+    return replace(runtime.limits, max_path_tokens=row_limit(runtime.config))
 
 
 class _Door:

@@ -161,8 +161,8 @@ class Trial:
             distance = _largest(self._logprobs(tokens[:part], 1, logits_LV) - whole[: part - 1])
             if not distance <= NATS:
                 raise ConfigError(
-                    f"its own forward is not causal: the log-prob of one of {part} tokens moves by {distance:.1g} nats when "
-                    f"{length - part} more tokens follow"
+                    f"the model's own forward is not causal: the log-prob of one of {part} tokens moves by {distance:.1g} nats "
+                    f"when {length - part} more tokens follow"
                 )
 
     def has_fixed_frequencies(self) -> bool:

@@ -17,7 +17,7 @@ import orjson
 from asyncrl.concurrency.offload import offload
 from asyncrl.distributed.connections import Connections
 from asyncrl.distributed.exchange import Handler
-from asyncrl.distributed.joining import JOINING, VARIABLE, Entrance, listen_at
+from asyncrl.distributed.joining import JOINING, VARIABLE, JoinHandler, listen_at
 from asyncrl.distributed.line import LineClient, LineServer
 from asyncrl.errors import DataError, LifecycleError, RankLost
 from asyncrl.pumps.dispatch import Dispatch
@@ -203,7 +203,7 @@ def let_join(run: OpenRun) -> None:
         }  # fmt: skip
 
     run.entrance.open(describe)
-    if not dispatch.generating:
+    if not dispatch.generating_count:
         run.journal.live.note(
             "no rank generates: the run waits for a node to join. It ends if nothing is generated within "
             f"watchdog.stall_timeout_s ({run.config.watchdog.stall_timeout_s:g} s)"
@@ -241,7 +241,7 @@ def _open_roles(run: OpenRun, server: LineServer) -> None:
     run.dispatch = Dispatch(server, run.recorder, generating, in_order=in_order, listens=roles.listens)
     senders, receivers = ([f"rank {rank}" for rank in ranks] for ranks in (roles.train, roles.receivers))
     if roles.listens:
-        run.entrance = Entrance(server, run.world.world_size, run.journal.live.note)
+        run.entrance = JoinHandler(server, run.world.world_size, run.journal.live.note)
     deadline_s = run.config.watchdog.loop_timeout_s
     run.orders = ServedOrders(
         server, senders, receivers, deadline_s, lambda node, reason: server.give_up(node, RankLost(reason))
@@ -264,7 +264,7 @@ def _lose_generator(run: OpenRun, peer: str, lost: RankLost) -> None:
     run.lost[peer] = time.time(), str(lost)
     if dispatch.lacks_ranks:
         return ledger.lose(RankLost(f"no rank is left that generates: {lost}", lost.stopped_by))
-    others = "Other ranks" if dispatch.generating else "Nodes that join within watchdog.stall_timeout_s"
+    others = "Other ranks" if dispatch.generating_count else "Nodes that join within watchdog.stall_timeout_s"
     run.journal.warn(
         f"warning: {peer} on {server.machines[peer]} is lost, and the run goes on: {lost}. {others} play its {len(groups)} groups"
     )

@@ -37,9 +37,9 @@ from .inputs import PromptLengths
 from .placement import GIB, Gpus, Placement, place
 
 # Bytes per parameter that `replicate` keeps on each rank with bfloat16: float32 master, gradient and two moments; working copy.
-_STATE = 18
-_MAX_STATE = 0.7  # of a GPU's memory; for a larger state, fsdp is the default
-_MAX_USED = 0.85  # of a device's memory: the prediction is rough
+_STATE_BYTES = 18
+_MAX_STATE_SHARE = 0.7  # of a GPU's memory; for a larger state, fsdp is the default
+_MAX_USED_SHARE = 0.85  # of a device's memory: the prediction is rough
 _MICROBATCHES = (16384, 8192, 4096, 2048)  # tokens, tried in this order
 # Fitted: (elements kept for backward, temporary elements in the backward of one layer), per element of a module's output.
 # "experts": per element of the inputs and outputs of a token's experts. "scan" (selective scan): per element of its states.
@@ -271,7 +271,7 @@ def cut_model(
     fills_machines = ranks % per_machine == 0 and world.roles.train == tuple(range(ranks))
     shards = per_machine if per_machine > 1 and fills_machines else ranks
     for cut in (Cut(shards, True), Cut(shards)):
-        if sum(predicted(config, ranks, placement=placement, cut=cut).values()) <= _MAX_USED * memory:
+        if sum(predicted(config, ranks, placement=placement, cut=cut).values()) <= _MAX_USED_SHARE * memory:
             return cut
     return Cut(ranks)
 
@@ -286,8 +286,8 @@ def fit_gpu(
         return resolve(config), []
     lines, gpus = [], gpus or Gpus()
     memory, name = gpus.memory(device), gpus.describe(device)[0]
-    state, training = _STATE * parameter_count(config.model), len(world.roles.train)
-    if training > 1 and "sharding" not in config.distributed.model_fields_set and state > _MAX_STATE * memory:
+    state, training = _STATE_BYTES * parameter_count(config.model), len(world.roles.train)
+    if training > 1 and "sharding" not in config.distributed.model_fields_set and state > _MAX_STATE_SHARE * memory:
         why = f"left out; replicate takes {state / GIB:.0f} GiB for the state on each {name}"
         # Each of these two calls raises ConfigError for what does not work with FSDP.
         try:
@@ -302,7 +302,7 @@ def fit_gpu(
     for tokens in (size for size in _MICROBATCHES if size >= row_limit(config)):
         chosen = resolve(with_values(config, {"train.tokens_per_microbatch": tokens}))
         placement = place(chosen, device, replace(world, rank=0), None, gpus)  # a rank that trains
-        if sum(predicted(chosen, training, placement=placement).values()) <= _MAX_USED * memory:
+        if sum(predicted(chosen, training, placement=placement).values()) <= _MAX_USED_SHARE * memory:
             break
     else:
         chosen = resolve(config)

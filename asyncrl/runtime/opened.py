@@ -55,7 +55,7 @@ from .saving import Checkpointer, SavedRun
 
 if TYPE_CHECKING:
     from asyncrl.distributed.connections import Connections
-    from asyncrl.distributed.joining import Entrance
+    from asyncrl.distributed.joining import JoinHandler
     from asyncrl.distributed.line import LineClient, LineServer
     from asyncrl.distributed.line_ledger import LineLedger
 
@@ -118,7 +118,7 @@ class OpenRun:
     # From `workers.describe_model`, on ranks that only generate.
     model_description: Mapping[str, Any] | None = None
     orders: ServedOrders | None = None  # on rank 0
-    entrance: Entrance | None = None  # on rank 0, if nodes may join
+    entrance: JoinHandler | None = None  # on rank 0, if nodes may join
     connections: Connections
     role_parts: RoleParts | None = None
     ports: Ports
@@ -236,7 +236,7 @@ class OpenRun:
         remote = self.dispatch.progress if self.dispatch else ()
         counters = (*groups, *remote, self.graph.intake.scored, self.ports.engine.statistics().get("tokens", 0.0))
         sentence = "nothing was generated, scored or trained"
-        if self.dispatch is not None and not self.dispatch.generating:
+        if self.dispatch is not None and not self.dispatch.generating_count:
             reason = f" ({[*self.lost.values()][-1][1]})" if self.lost else ""
             sentence = f"no rank generates, and no node has joined{reason}"
         return ProgressLimit(counters, limits.stall_timeout_s, sentence, remote_cause=self.ports.ledger.remote_cause)

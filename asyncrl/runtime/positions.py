@@ -62,7 +62,7 @@ class Positions:
         self._rank, self._numbers = rank, numbers
         self._ranks = range(len(numbers))
         self._announced: int | None = None  # the newest version that this rank has announced
-        self._stop_deadline = math.inf  # time at which all waits of `gather` end; set by `hurry`
+        self._stop_deadline = math.inf  # when all waits of `gather` end; set by `limit_waits`
         # On rank 0. For each rank: version -> (state, JSON of the replay buffer).
         self._states: list[dict[int, tuple[RankState, bytes | None]]] = [{} for _ in self._ranks]
         # On rank 0. Rank -> its state in the checkpoint that is resumed.
@@ -74,7 +74,7 @@ class Positions:
             line.on(_POSITION, self._on_position)
             line.on(_EARLY_END, self._on_early_end)
 
-    def hurry(self, timeout_s: float) -> None:
+    def limit_waits(self, timeout_s: float) -> None:
         """End all waits of `gather` within `timeout_s` from now: this run is being stopped."""
         self._stop_deadline = awake.now() + timeout_s
         self._notify()

@@ -213,7 +213,7 @@ class Runtime:
             grace_s = self._run.config.watchdog.abort_grace_s
             self._run.stopped_by = reason
             if self._run.positions is not None:
-                self._run.positions.hurry(_WAIT_FRACTION * grace_s)
+                self._run.positions.limit_waits(_WAIT_FRACTION * grace_s)
             # With nccl, a collective hangs if a stopped rank never joins it. `report` makes the collective fail.
             text = f"the run was stopped by {reason} in a collective that other ranks left"
             wait_s, report = _COLLECTIVE_FRACTION * grace_s, self._run.world.lost.report

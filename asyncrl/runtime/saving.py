@@ -267,7 +267,7 @@ class Checkpointer:
         version = self._store.latest_version() if self._store is not None else None
         if self._store is None or version is None:
             return "no version was saved"
-        return f"the last good version, all of it finite, is {version}: {self._store.path(version)}"
+        return f"the newest saved version without NaN or infinite values is {version}: {self._store.path(version)}"
 
     async def _capture(self, version: int, state: RankState) -> Captured:
         """Copy the trainer's state on the lane, and collect the state of all ranks on rank 0."""

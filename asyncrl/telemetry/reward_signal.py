@@ -103,7 +103,7 @@ def describe_without_signal(metrics: Metrics, known: Sequence[str] = ()) -> str:
 
 
 def _describe_share_cut(metrics: Metrics, known: Sequence[str]) -> str:
-    advice = "raise it, or see in rollouts/ what the completions end with (rollout.stop, rollout.stop_token_ids)"
+    advice = "raise the limit, or see in rollouts/ what the completions end with (rollout.stop, rollout.stop_token_ids)"
     ratio = metrics["completions/clipped_ratio"]
     share = "every completion was" if ratio == 1 else f"{ratio:.0%} of the completions were"
     limits = "rollout.max_tokens (of an agent also rollout.max_context)"
@@ -142,7 +142,7 @@ def _reasons(metrics: Metrics, known: Sequence[str]) -> list[str]:
     reasons = [_describe_share_cut(metrics, known)] if many_cut else []
     if limited := metrics.get("rollout/limited"):
         reasons.append(
-            f"{limited:.0f} episodes ran into rollout.max_turns or rollout.max_context: raise it, or end them earlier"
+            f"{limited:.0f} episodes ran into rollout.max_turns or rollout.max_context: raise the setting, or end episodes earlier"
         )
     reasons += [
         f"the text that the functions read lacks {what.format(int(metrics[name]))} ({fix})"

@@ -270,7 +270,7 @@ class MlflowSink:
             unsent = "end of the run"
             self._client.set_terminated(self.id)
         except Exception as error:
-            logger.warning("mlflow gets no %s: %s: %s", unsent, type(error).__name__, error)
+            logger.warning("mlflow did not get the %s: %s: %s", unsent, type(error).__name__, error)
 
     def close(self) -> None:
         """Wait at most 15 s until the thread has sent the queued steps and the end of the run."""

@@ -26,7 +26,7 @@ def require_names(what: str, names: Sequence[str], state: Mapping[str, object]) 
     """Errors: KeyError if `state` lacks one of `names`. `what`: the name of `state` in the message."""
     if missing := [name for name in names if name not in state]:
         raise KeyError(
-            f"{what} lacks {len(missing)} of {len(names)} parameters, such as {missing[:3]}; was it saved by another model?"
+            f"{what} lacks {len(missing)} of {len(names)} parameters, such as {missing[:3]}; was it saved from another model?"
         )
 
 

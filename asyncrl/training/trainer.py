@@ -416,7 +416,7 @@ class TorchTrainer:
             raise DivergenceError(
                 f"the step after version {self.version} is not applied: trainer and sampler log-probs of that version differ by "
                 f"{mismatch:.2g} nats on average; algorithm.mismatch_gate allows {gate}. The sampler does not use the trained "
-                "weights. Set algorithm.mismatch_gate to null if the sampler of another program is meant to differ"
+                "weights. If another program samples and its log-probs are meant to differ, set algorithm.mismatch_gate to null"
             )
 
     def _clip(self, gradient: Tensor) -> float:

@@ -316,7 +316,7 @@ class WeightReader:
     async def _compare(self, version: int, outputs: Sequence[float]) -> None:
         # JSON has no NaN, so NaN arrives as None.
         theirs = [math.nan if logprob is None else logprob for logprob in outputs]
-        distance, fault = self._comparisons.judge(await self._engine.outputs(), theirs)
+        distance, fault = self._comparisons.compare(await self._engine.outputs(), theirs)
         self._engine.recorder.observe("weights/outputs_nats", distance, reduce="max")
         if fault is not None:
             self._send({"wrong": f"with the weights of version {version} the worker computes {fault}"})

@@ -23,7 +23,7 @@ from asyncrl.transport.rings.record_ring import RecordRing
 from asyncrl.transport.rings.types import Delivery, RingSettings
 
 M = -100
-TERMS = ServedTerms("one", 8, limits=Limits(longest=600, vocabulary=1000), last_version=None, checkpoint_dir="/c")
+TERMS = ServedTerms("one", 8, Limits(max_path_tokens=600, vocabulary=1000), last_version=None, checkpoint_dir="/c")
 TWO_GROUPS = RingSettings(total_bytes=1 << 20, slots=2, payload_bytes=1 << 16)
 
 

@@ -23,7 +23,7 @@ from asyncrl.records.trajectories import trajectories_of
 from asyncrl.records.write import plan
 from asyncrl.types import Group, Prompt, Ticket, Trajectory
 
-LIMITS = Limits(longest=8, vocabulary=100)
+LIMITS = Limits(max_path_tokens=8, vocabulary=100)
 M = -100
 ALONE = {"scores": [1], "inference_logprobs": None}
 DEEP = functools.reduce(lambda inner, _: [inner], range(100), "deep")

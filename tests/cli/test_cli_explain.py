@@ -40,7 +40,7 @@ def test_settings_show_default_interactions_and_formula() -> None:
     assert "read by: cispo; refused with another built-in loss" in explain("algorithm.cispo.high")
     assert "eq. 9" in explain("algorithm.off_policy_mask.threshold")
     assert "loss grpo" in explain("grpo") and "advantage grpo" in explain("grpo")
-    assert "settings of its own, algorithm.sapo.*: temperature_pos=1.0" in explain("sapo")
+    assert "its own settings, algorithm.sapo.*: temperature_pos=1.0" in explain("sapo")
 
 
 def test_an_unknown_name_exits_2_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,6 @@ def test_what_is_left_is_named_and_the_exit_code_is_that_of_the_work(tmp_path: P
         code, child, err = ends[name]
         assert code == (4 if ended == "ERROR" else int(ended)), (name, err)
         assert named.replace("CHILD", child) in err, (name, err)
-        assert ("this still keeps the process" in err) == (named not in ("", "in <lambda>")), (name, err)
+        assert ("the process cannot exit because of" in err) == (named not in ("", "in <lambda>")), (name, err)
         assert err.count("StallError: all wait") == (ended == "ERROR"), (name, err)
         assert name != "child" or not psutil.pid_exists(int(child))

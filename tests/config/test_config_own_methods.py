@@ -318,7 +318,7 @@ def test_a_loss_of_sequences_and_an_advantage_of_a_component_have_them(folder: P
         ("unread", "a finite number for each member"),
         ("listed", "expected a numpy array"),
         ("one_only", "zip() argument 2 is shorter"),
-        ("Right", "which is no function of rewards"),
+        ("Right", "which is no advantage function"),
         ("clipped", "would be algorithm.clip.*, which are taken"),
     ],
 )

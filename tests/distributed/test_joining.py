@@ -13,7 +13,7 @@ from asyncrl import __version__
 from asyncrl.cli.join import main
 from asyncrl.distributed import joining
 from asyncrl.distributed.exchange import Exchange
-from asyncrl.distributed.joining import Entrance, JoinedRun, ask_to_join, listen_at
+from asyncrl.distributed.joining import JoinedRun, JoinHandler, ask_to_join, listen_at
 from asyncrl.distributed.line import LineServer
 from asyncrl.errors import ConfigError, LifecycleError, RankLost
 
@@ -22,11 +22,11 @@ TOLD = {"train": (0,), "generate": (0, 1), "restart": 0, "base": 3, "version": 5
 
 
 @asynccontextmanager
-async def entrance() -> AsyncIterator[tuple[Entrance, str, list[str]]]:
+async def entrance() -> AsyncIterator[tuple[JoinHandler, str, list[str]]]:
     """Of a run of two ranks: (the entrance, its address, the lines that rank 0 has printed)."""
     notes = list[str]()
     server = LineServer(SECRET, on_end=lambda peer, lost: None)
-    door = Entrance(server, 2, notes.append)
+    door = JoinHandler(server, 2, notes.append)
     address = await listen_at(server, "127.0.0.1:0")
     async with server:
         yield door, address, notes
@@ -49,12 +49,12 @@ async def test_nodes_that_join_at_once_get_numbers_that_no_rank_has_when_the_run
 
 
 async def test_a_node_with_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Entrance._answer
+    answer = JoinHandler._answer
 
-    async def answer_by_another_version(door: Entrance, peer: str, node: dict[str, str], buffers: object) -> object:
+    async def answer_by_another_version(door: JoinHandler, peer: str, node: dict[str, str], buffers: object) -> object:
         return await answer(door, peer, {**node, "asyncrl": "0.0.1"}, buffers)
 
-    monkeypatch.setattr(joining.Entrance, "_answer", answer_by_another_version)
+    monkeypatch.setattr(joining.JoinHandler, "_answer", answer_by_another_version)
     async with entrance() as (_, address, notes):
         with pytest.raises(
             ConfigError, match=rf"has asyncrl {__version__}, and this node has asyncrl 0\.0\.1; install"

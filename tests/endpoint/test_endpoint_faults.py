@@ -279,7 +279,7 @@ async def test_a_key_without_an_episode_keeps_the_newest_answers_that_no_client_
 ) -> None:
     """Such a key, a judge's for example, lasts as long as the run."""
     monkeypatch.setattr(module, "SEND_S", 0.1)
-    monkeypatch.setattr(module, "_MOST_DELIVERED", 2)
+    monkeypatch.setattr(module, "_MOST_KEPT_ANSWERS", 2)
     async with opened(Script("qwen2_5", *["word " * 100_000] * 4), max_context=1 << 20) as o:
         of_run = replace(o, key=o.endpoint.open(None)[1])
         key = next(key for key in o.endpoint._keys._open.values() if key.session is None)

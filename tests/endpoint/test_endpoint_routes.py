@@ -122,7 +122,7 @@ async def test_logprobs_are_those_of_the_tokens_byte_for_byte() -> None:
         assert np.array([each["logprob"] for each in content], np.float32).tolist() == generation.logprobs.tolist()
         assert "token_ids" not in reply["choices"][0]
 
-        prompt = o.session.format.encode("Is it").tolist()
+        prompt = o.session.chat_format.encode("Is it").tolist()
         status, reply = await o.post(
             "/inference/v1/generate", {"token_ids": prompt, "sampling_params": {"logprobs": 1}}
         )
@@ -163,7 +163,7 @@ async def test_several_choices_and_prompts() -> None:
         assert [each["index"] for each in reply["choices"]] == [0, 1, 2]
         _, reply = await o.post("/v1/completions", {"prompt": ["x", "y"], "n": 2, "return_token_ids": True})
         assert [each["prompt_token_ids"] for each in reply["choices"]] == [
-            o.session.format.encode(t).tolist() for t in "xxyy"
+            o.session.chat_format.encode(t).tolist() for t in "xxyy"
         ]
         assert o.session.turns == 7 and reply["usage"]["prompt_tokens"] == 2
 

@@ -43,7 +43,7 @@ def test_a_class_is_given_what_its_signature_takes():
         ("Broken", "raised OSError: no licence"),
         ("NOT_A_CLASS", "is of type int"),
         ("mine", "did you mean 'Mine'"),
-        ("WITHOUT_SIGNATURE", "expected a coroutine function or a class with a signature"),
+        ("WITHOUT_SIGNATURE", "expected a coroutine function, a class or a factory, with a signature"),
     ],
 )
 def test_what_cannot_be_used_is_named(name, words):

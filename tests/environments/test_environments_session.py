@@ -244,7 +244,7 @@ async def test_the_tools_of_a_row_hold_for_requests_that_have_none(written: Any)
     own = {"type": "function", "function": {**TOOL["function"], "name": "other"}}
     call = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>'
     asked, of_row = session_of("qwen3", Script("qwen3", call)), session_of("qwen3", Script("qwen3", call, "x", "x"))
-    of_row.format = of_row.format.of_row({"tools": written([TOOL]), "answer": "7"})
+    of_row.chat_format = of_row.chat_format.of_row({"tools": written([TOOL]), "answer": "7"})
     answers = [await asked.chat([USER], [TOOL]), await of_row.chat([USER])]
     assert answers[0].prompt_ids.tolist() == answers[1].prompt_ids.tolist()
     assert (
@@ -392,7 +392,7 @@ def test_any_sequence_of_requests_is_recorded_exactly(family: str, steps: list[t
             naive.add(request.prompt_ids.tolist(), generation.token_ids.tolist())
         assert trajectory.tokens.size == naive.size
         assert len({(request.seed) for request in script.requests}) == len(script.requests)
-        check_trajectory(trajectory, Limits(longest=5000, total=None, vocabulary=None, routes=(2, 1, 100)))
+        check_trajectory(trajectory, Limits(max_path_tokens=5000, max_tokens=None, vocabulary=None, routes=(2, 1, 100)))
 
     asyncio.run(play())
 

@@ -78,7 +78,7 @@ def unheard() -> PreTrainedModel:
         (experts, "No Unquantized MoE backend supports the deployment configuration"),
         (narrow, "the model's heads have size 16; vLLM's attention on CPUs takes 32, 64"),
         (lambda: sliding(26), "keeps the layers of this model in 7 groups"),
-        (unheard, "which knows no Unheard"),
+        (unheard, "which does not support Unheard"),
     ],
 )
 async def test_a_model_that_cannot_be_handed_over_is_refused(build: Any, text: str) -> None:
@@ -162,7 +162,7 @@ def test_a_layer_that_computes_from_its_first_weights_is_refused(
     ("changes", "text"),
     [
         ({"context": 300, "positions": 600}, r"this model: Value error, User-specified max_model_len \(300\) is greater"),
-        ({"positions": 10**10}, "finds no room in memory; make engine.kv_positions smaller"),
+        ({"positions": 10**10}, "does not fit into memory; make engine.kv_positions smaller"),
     ],
 )  # fmt: skip
 def test_what_vllm_says_is_told_in_a_sentence(changes: dict[str, int], text: str, threads: None) -> None:

@@ -16,7 +16,7 @@ import pytest
 from transport_helpers import line, living
 
 from asyncrl.generation.worker import names
-from asyncrl.generation.worker.names import remove_orphans, segment_name
+from asyncrl.generation.worker.names import remove_orphaned_segments, segment_name
 from asyncrl.transport.memory import segment
 from asyncrl.transport.memory.segment import Segment, parts_of, path_of
 
@@ -86,16 +86,16 @@ def test_the_segment_of_a_killed_node_goes_and_that_of_one_that_lives_stays(
     """So does a user's ring whose owner is dead, with a record that nobody took, though its name begins as ours do."""
     with node(user_ring) as dead, node(f"{user_ring}-2") as alive:
         left, used = line(dead), line(alive)
-        assert not remove_orphans()
+        assert not remove_orphaned_segments()
         assert there(left, used, user_ring) == [True] * 3
         dead.kill()
         dead.wait()
         alive.send_signal(how if how == signal.SIGSTOP else 0)
-        assert remove_orphans() == [left]
+        assert remove_orphaned_segments() == [left]
         assert there(left, used, user_ring) == [False, True, True]
         alive.kill()
         alive.wait()
-        assert remove_orphans() == [used]
+        assert remove_orphaned_segments() == [used]
         assert len(parts_of(user_ring, "ring")) == 1
 
 
@@ -106,7 +106,7 @@ def test_what_is_damaged_goes_too_and_links_stay(tmp_path: Path) -> None:
     other.write_bytes(b"mine")
     damaged.write_bytes(b"\xff" * 100_000)
     link.symlink_to(other)
-    assert remove_orphans() == [gone]
+    assert remove_orphaned_segments() == [gone]
     assert [damaged.exists(), link.is_symlink(), other.read_bytes()] == [False, True, b"mine"]
 
 
@@ -117,7 +117,7 @@ def test_two_sweeps_at_once_remove_everything_once() -> None:
         each.close(unlink=False)
 
     async def both() -> list[list[str]]:
-        return list(await asyncio.gather(asyncio.to_thread(remove_orphans), asyncio.to_thread(remove_orphans)))
+        return list(await asyncio.gather(*(asyncio.to_thread(remove_orphaned_segments) for _ in range(2))))
 
     first, second = asyncio.run(both())
     assert made == {*first, *second}

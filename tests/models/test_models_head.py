@@ -101,8 +101,7 @@ def test_logits_are_those_of_the_untouched_model(family: str, dtype: str) -> Non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("family", ["gemma2", "granite", "phi"])
 def test_sampling_and_training_have_the_same_logits(family: str, dtype: str) -> None:
-    policy = policy_of(family, dtype)
-    temperature = torch.linspace(0.5, 1.5, 16)
+    policy, temperature = policy_of(family, dtype), torch.linspace(0.5, 1.5, 16)
     with torch.no_grad():
         hidden = hidden_of(policy, TOKENS)[:-1]
         logits = policy.logits(hidden)
@@ -308,7 +307,7 @@ def configured(module: PreTrainedModel, **settings: Any) -> PreTrainedModel:
             "transforms its logits after the head",  # capped first, scaled then
         ),
         (lambda: before(lambda hidden: hidden * 0.5), "transforms its last hidden states before the head"),
-        (squashed, r"the head of LlamaForCausalLM \(Squashed\) is no plain linear layer"),
+        (squashed, r"the head of LlamaForCausalLM \(Squashed\) is not a plain linear layer"),
         (lambda: Bypassed(LlamaConfig(**SIZES)), "the forward of Bypassed calls its head 0 times and its decoder 1 times"),
         (broken, "gives logits that are not finite"),
         (lambda: configured(AutoModelForCausalLM.from_config(roberta())), "before the head"),  # a layer and a norm

@@ -42,23 +42,23 @@ def test_a_token_that_went_to_another_expert_is_no_other_model() -> None:
 @pytest.mark.parametrize("bound", [DENSE, ROUTED, ROUTED_BFLOAT16])
 def test_what_is_far_off_or_no_number_is_wrong_at_once(bound: object) -> None:
     for wrong in (dict.fromkeys(range(COUNT), 0.31), {0: math.nan}):
-        _, text = Comparisons(bound).judge(off(0, wrong), row(0))  # type: ignore[arg-type]  # a Bound
+        _, text = Comparisons(bound).compare(off(0, wrong), row(0))  # type: ignore[arg-type]  # a Bound
         assert text is not None and "at most" in text
 
 
 def test_with_experts_a_little_off_is_wrong_when_it_is_so_of_other_weights_again_and_again() -> None:
     little = dict.fromkeys(range(COUNT), 0.01)
     comparisons = Comparisons(ROUTED)
-    said = [comparisons.judge(off(version, little), row(version))[1] for version in range(CONSECUTIVE)]
+    said = [comparisons.compare(off(version, little), row(version))[1] for version in range(CONSECUTIVE)]
     assert said[:-1] == [None] * (CONSECUTIVE - 1) and "3 comparisons in succession" in str(said[-1])
     comparisons = Comparisons(ROUTED)
     for version in range(20):  # a tie now and then
-        assert comparisons.judge(off(version, little if version % 3 else {}), row(version))[1] is None
+        assert comparisons.compare(off(version, little if version % 3 else {}), row(version))[1] is None
     for _ in range(20):  # a tie that stays, of weights that stay
-        assert comparisons.judge(off(1, little), row(1))[1] is None
+        assert comparisons.compare(off(1, little), row(1))[1] is None
 
 
 def test_in_bfloat16_ties_stay_ties() -> None:
     comparisons = Comparisons(ROUTED_BFLOAT16)
     for version in range(20):
-        assert comparisons.judge(off(version, dict.fromkeys(range(COUNT), 0.2)), row(version))[1] is None
+        assert comparisons.compare(off(version, dict.fromkeys(range(COUNT), 0.2)), row(version))[1] is None

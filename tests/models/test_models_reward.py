@@ -112,7 +112,7 @@ def test_without_a_template_strings_follow_each_other_and_messages_are_refused(t
 
 def test_several_outputs_need_a_choice(tmp_path: Path) -> None:
     path = save(tmp_path, make_classifier(labels=3), make_tokenizer())
-    with pytest.raises(ConfigError, match=r"has 3 outputs; say which one is the score with `label` \(0 to 2\)"):
+    with pytest.raises(ConfigError, match=r"has 3 outputs; set `label` to the output that is the score \(0 to 2\)"):
         load(path)
     with pytest.raises(ConfigError, match=r"3 output.*label is 3"):
         load(path, label=3)

@@ -198,7 +198,7 @@ async def test_prompts_of_a_lost_rank_are_played_by_others() -> None:
         ranks.dispatch.lose("rank 1", [1, 2 + REROLLS * 0])
         assert [await take(ranks.remote(2)) for _ in range(4)] == [1, 2, 3, 4]
         # The other rank may play as many groups at a time as both did.
-        assert (ranks.remote(1).generating, ranks.remote(2).generating) == (2, 1)
+        assert (ranks.remote(1).generating_count, ranks.remote(2).generating_count) == (2, 1)
         pace = Pace(6, lambda: 0)
         pace.limit = 3.0
         pace.set_max_playing(12)

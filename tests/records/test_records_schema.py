@@ -140,14 +140,14 @@ def test_what_is_not_json_or_not_finite_is_refused() -> None:
     [
         (Section.METADATA, [b"{", b"{}"], "METADATA is not valid JSON"),
         (Section.METADATA, [b"{}", b""], "METADATA is not valid JSON"),
-        (Section.METADATA, [b"[]", b"{}"], r"METADATA: JSON of a dict expected, found b'\[\]'"),
-        (Section.MESSAGES, [b"7", b'""'], "MESSAGES: JSON of a str or list expected, found b'7'"),
+        (Section.METADATA, [b"[]", b"{}"], r"METADATA: expected JSON of type dict, found b'\[\]'"),
+        (Section.MESSAGES, [b"7", b'""'], "MESSAGES: expected JSON of type str or list, found b'7'"),
         (Section.COMPONENT_NAMES, b"\xff", "COMPONENT_NAMES is not valid JSON"),
         (Section.COMPONENT_NAMES, b'{"names": ["a"]}', "does not name the 1 components of 2 members: KeyError"),
         (Section.COMPONENT_NAMES, b'{"names": ["a", "b"], "held": [[], []]}', "does not name the 1 components"),
         (Section.COMPONENT_NAMES, b'{"names": ["a"], "held": [["b"], []]}', "does not name the 1 components"),
         (Section.COMPONENT_NAMES, b'{"names": ["a"], "held": 3}', "does not name the 1 components"),
-        (Section.GROUP_METADATA, b"null", "GROUP_METADATA: JSON of a dict expected"),
+        (Section.GROUP_METADATA, b"null", "GROUP_METADATA: expected JSON of type dict"),
     ],
 )
 def test_a_foreign_writers_texts_are_refused_by_name(section: Section, data: Any, words: str) -> None:

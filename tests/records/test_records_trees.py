@@ -45,7 +45,7 @@ def test_the_form_by_hand() -> None:
     first = {"tokens": TREE.tokens[:7], "mask": TREE.mask[:7], "branches": BRANCHES[:1]}
     assert replace(TREE, **first).completion_ids.tolist() == [3, 5, 6]
     assert (TREE.completion_length, TREE.sampled_length) == (6, 3)
-    check_trajectory(TREE, Limits(longest=6, total=9))
+    check_trajectory(TREE, Limits(max_path_tokens=6, max_tokens=9))
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -96,9 +96,9 @@ def test_what_is_no_tree_is_refused_by_member_and_field(changes: dict[str, Any],
 
 def test_a_limit_is_one_of_a_path_or_of_all_branches() -> None:
     with pytest.raises(DataError, match=r"member 2: a path has 6 tokens; this run takes 1 to 5 .*rollout.max_tokens"):
-        check_trajectory(TREE, Limits(longest=5))
+        check_trajectory(TREE, Limits(max_path_tokens=5))
     with pytest.raises(DataError, match=r"all branches have 9 tokens; this run takes 1 to 8 .*tokens_per_microbatch"):
-        check_trajectory(TREE, Limits(longest=6, total=8))
+        check_trajectory(TREE, Limits(max_path_tokens=6, max_tokens=8))
 
 
 @given(st.integers(0, 2**32 - 1))

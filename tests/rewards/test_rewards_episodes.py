@@ -76,9 +76,9 @@ async def test_an_episode_of_one_reply_takes_a_list_of_one():
 
 
 def test_a_column_with_the_name_of_such_an_argument_is_refused_where_a_function_names_it():
-    check_reserved(["notes"], ["completions"], takes_all=True)
+    check_reserved(["notes"], ["completions"], takes_kwargs=True)
     with pytest.raises(UsageError, match="the data has the columns notes"):
-        check_reserved(["notes"], ["completions", "notes"], takes_all=True)
+        check_reserved(["notes"], ["completions", "notes"], takes_kwargs=True)
 
 
 # -- components of one function

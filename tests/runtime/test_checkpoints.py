@@ -120,7 +120,7 @@ def test_a_run_that_diverges_leaves_the_last_good_version(here: Path, capsys: py
     assert main([file, "run.name=two", "train.max_steps=2"]) == 0
     assert main([file, "run.name=two", "resume=true", "train.lr=1e38", "checkpoint.every=1"]) == 3
     error = capsys.readouterr().err
-    assert "the last good version, all of it finite, is 2: runs/two/checkpoints/step_2" in error
+    assert "the newest saved version without NaN or infinite values is 2: runs/two/checkpoints/step_2" in error
     assert versions(here / "runs/two") == [2]
     assert (here / "runs/two/checkpoints/latest").resolve().name == "step_2"
     assert non_finite_tensor(weights_of(here / "runs/two", 2)) is None
@@ -142,7 +142,7 @@ def test_finite_weights_that_nothing_can_be_computed_with_are_not_saved(
     assert main([file, "resume=true", f"train.lr={lr}"]) == 3
     error = capsys.readouterr().err
     assert words in error and "packed copy" not in error and "Traceback" not in error
-    assert "the last good version, all of it finite, is 1: runs/run/checkpoints/step_1" in error
+    assert "the newest saved version without NaN or infinite values is 1: runs/run/checkpoints/step_1" in error
     assert versions(here / "runs/run") == [1]
     assert (here / "runs/run/checkpoints/latest").resolve().name == "step_1"
 

@@ -163,5 +163,5 @@ async def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.router_replay is true, but Qwen3ForCausalLM has no experts"):
         async with Runtime(config):
             raise AssertionError("it was opened")
-    with pytest.raises(ConfigError, match="dry_run, which has no experts"):
+    with pytest.raises(ConfigError, match="dry_run, without experts"):
         resolve(config_of(tmp_path, "algorithm.router_replay=true", base=DRY))

@@ -177,7 +177,7 @@ def test_a_run_that_runs_and_then_dies_has_a_report(
 def test_no_such_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["report", "mine"]) == 2
-    assert "mine is not a run directory (it has no config.yaml); runs/ holds none" in capsys.readouterr().err
+    assert "mine is not a run directory (it has no config.yaml); runs/ has no run directory" in capsys.readouterr().err
     (tmp_path / "runs" / "other").mkdir(parents=True)
     (tmp_path / "runs" / "other" / "config.yaml").write_text("{}")
     assert main(["report", "mine"]) == 2

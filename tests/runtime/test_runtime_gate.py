@@ -215,7 +215,7 @@ def test_a_class_that_fails_in_the_dtype_of_the_run_is_refused_for_that_dtype() 
 
 
 def test_a_model_that_is_not_causal_is_refused() -> None:
-    with pytest.raises(ConfigError, match="its own forward is not causal: the log-prob of one of 10 tokens moves by"):
+    with pytest.raises(ConfigError, match="own forward is not causal: the log-prob of one of 10 tokens moves by"):
         check_model(around(LookingModel, LlamaForCausalLM))
 
 

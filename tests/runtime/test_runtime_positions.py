@@ -84,9 +84,9 @@ async def test_a_part_that_never_comes_is_not_waited_for_by_a_run_that_is_being_
     async with two() as (first, other):
         await other.announce(1, at(11))
         if before:
-            first.hurry(0.05)
+            first.limit_waits(0.05)
         else:
-            asyncio.get_running_loop().call_later(0.2, first.hurry, 0.05)
+            asyncio.get_running_loop().call_later(0.2, first.limit_waits, 0.05)
         words = r"waited for \[3\]: nothing came for \d.\d s, and this run is being stopped"
         with pytest.raises(CheckpointError, match=words):
             await first.gather(1, whole(10), sharded=True)
@@ -94,7 +94,7 @@ async def test_a_part_that_never_comes_is_not_waited_for_by_a_run_that_is_being_
 
 async def test_a_run_that_is_being_stopped_waits_for_the_parts_that_come() -> None:
     async with two() as (first, other):
-        first.hurry(60.0)
+        first.limit_waits(60.0)
         late = asyncio.ensure_future(later(0.2, other.gather(1, whole(11), sharded=True)))
         assert await first.gather(1, whole(10), sharded=True) == ([whole(10), whole(11)], [])
         await late

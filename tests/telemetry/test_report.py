@@ -458,7 +458,7 @@ def test_steps_that_wait_for_rewards_are_said(queued: float, words: str) -> None
         (ZERO | {"text/openings_left_out": 8.0}, "chat template opens in the prompt, such as <think>, of 8 completions"),
         (ZERO | {"text/stops_left_out": 7.0}, "the stop string or token that ended 7 completions (reward.text.stop=true"),
         (ZERO | {"text/special_tokens_left_out": 6.0}, "lacks 6 special tokens"),
-        (ZERO | {"text/stops_left_out": 7.0, "completions/clipped_ratio": 0.9}, "the end of an answer: raise it, or"),
+        (ZERO | {"text/stops_left_out": 7.0, "completions/clipped_ratio": 0.9}, "the end of an answer: raise the limit, or"),
         (ZERO | {"text/stops_left_out": 7.0, "completions/clipped_ratio": 0.9}, "; or the text that the functions read"),
         (ZERO, "every reward was 0 for 3 steps in a row, so nothing is learned from them; likely reason: the prompts are too"),
         (ONE, "the prompts are solved already, or the function gives the same"),

@@ -171,7 +171,7 @@ class VllmEngine(OwnedEngine):
         # (slot, new request), or (slot, None) after the request's end or abort. The owner task appends; the next step applies them.
         self._changes: deque[tuple[int, RunningRequest | None]] = deque()
         # Sessions that have ended since the last step.
-        self._forgotten: deque[str] = deque()
+        self._sessions_to_forget: deque[str] = deque()
         # Only the lane uses the attributes from here on.
         self._core: Any = None
         self._sampler = Sampler()
@@ -247,7 +247,7 @@ class VllmEngine(OwnedEngine):
         self._changes.append((job.slot, None))
 
     def _end_session(self, session: str) -> None:
-        self._forgotten.append(session)
+        self._sessions_to_forget.append(session)
 
     async def _advance(self) -> list[tuple[Job, Generation]]:
         with self.recorder.span("decode", track=TRACK, sequences=len(self._running)):
@@ -288,8 +288,8 @@ class VllmEngine(OwnedEngine):
             for name in [name for name, other in self._slot_of_name.items() if other == slot]:
                 del self._slot_of_name[name]
                 self._core.abort([name])
-        while self._forgotten:
-            session = self._forgotten.popleft()
+        while self._sessions_to_forget:
+            session = self._sessions_to_forget.popleft()
             self._prefixes.pop(session, None)
             for running in self._slots.values():
                 if running.session == session:

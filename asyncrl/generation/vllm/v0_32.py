@@ -308,7 +308,7 @@ def _load_classes(architectures: Sequence[str]) -> None:
     registered = ModelRegistry.models
     for name in architectures:
         if name not in registered:
-            raise ConfigError(f"generation.engine is vllm, which knows no {name}; {_USE_OTHER}")
+            raise ConfigError(f"generation.engine is vllm, which does not support {name}; {_USE_OTHER}")
         if not isinstance(registered[name], _RegisteredModel):
             registered[name] = _RegisteredModel.from_model_cls(registered[name].load_model_cls())
 
@@ -377,7 +377,7 @@ def _failure_message(error: Exception, limits: CoreLimits) -> str:
     if scarce or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return (
             f"generation.engine is vllm, whose cache of {_cache_bytes(limits):,} bytes for {limits.positions} positions "
-            "finds no room in memory; make engine.kv_positions smaller, or end other programs that use memory"
+            "does not fit into memory; make engine.kv_positions smaller, or end other programs that use memory"
         )
     return f"generation.engine is vllm, which cannot run this model: {text}; {_USE_OTHER}"
 

@@ -36,7 +36,7 @@ from asyncrl.generation.requests import check_request, check_tokens
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.types import Generation, GenerationRequest, PostedVersion
 
-from .names import remove_orphans
+from .names import remove_orphaned_segments
 from .peer import LEAVE_S, Peer, Setup
 from .pin import Pin, Pins
 from .router import RoutedJob, Router
@@ -197,7 +197,7 @@ class WorkerEngine(BaseEngine):
     # -- the task that owns the workers
 
     async def _run_owner(self) -> None:
-        for name in await offload(remove_orphans, "sweep"):
+        for name in await offload(remove_orphaned_segments, "sweep"):
             logger.info("removed %s, shared memory of the workers of a dead run", name)
         async with plain_task_group() as tasks:
             for number in range(self.limits.workers):

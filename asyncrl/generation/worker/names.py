@@ -21,7 +21,7 @@ def segment_name() -> str:
     return f"worker-weights-0.{os.getpid()}.{secrets.token_hex(6)}"
 
 
-def remove_orphans() -> list[str]:
+def remove_orphaned_segments() -> list[str]:
     """Remove this user's worker segments whose owner process is dead, even damaged segments. A suspended owner counts as alive.
     Returns the names of the removed segments. Call this in a thread, because it reads files."""
     removed = []

@@ -119,7 +119,9 @@ def _attention(
     if s_aux is None and getattr(module, "sinks", None) is not None:
         raise ConfigError(f"{owner} has `sinks` but does not pass them to its attention; such a model is not supported")
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
-        raise ConfigError(f"{owner} has sinks {tuple(s_aux.shape)} for {query.shape[1]} heads; it needs one per head")
+        raise ConfigError(
+            f"{owner} has sinks {tuple(s_aux.shape)} for {query.shape[1]} heads; it needs a sink for each head"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = plan.attend(
         module.layer_idx,  # type: ignore[arg-type]  # declared as Tensor or Module

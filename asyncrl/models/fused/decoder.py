@@ -57,10 +57,7 @@ class FusedDecoder:
 
     def __init__(self, layers: list[Layer], final_norm: nn.Module, rotary: nn.Module, multiplier: float) -> None:
         """The embedded tokens are multiplied by `multiplier`."""
-        self.layers = layers
-        self.final_norm = final_norm
-        self.rotary = rotary
-        self.multiplier = multiplier
+        self.layers, self.final_norm, self.rotary, self.multiplier = layers, final_norm, rotary, multiplier
         self.rotations = list(dict.fromkeys(layer.rotation for layer in layers))
         self.scratch = Scratch()
         self.checkpointing = False

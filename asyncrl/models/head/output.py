@@ -32,7 +32,7 @@ SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multipl
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _TOKENS = 3
 # Largest test value = this * the largest softcap / min(scale, 1). tanh is near 1 there. A larger factor separates caps no better.
-_LARGEST_ARGUMENT = 3.0
+_LARGEST_TANH_ARGUMENT = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _find_transform(module: PreTrainedModel) -> HeadTransform:
     if not (torch.isfinite(head_input).all() and torch.isfinite(head_output).all()):
         raise ConfigError(f"model.path: {name} gives logits that are not finite; check that its weights are finite")
     if not _near(head_output, F.linear(head_input, head.weight, head.bias)):
-        raise ConfigError(f"model.path: the head of {name} ({type(head).__name__}) is no plain linear layer")
+        raise ConfigError(f"model.path: the head of {name} ({type(head).__name__}) is not a plain linear layer")
     input_scales = [scale for scale in trial.scales if _near(head_input, hidden * scale)]
     # With a bias, a scale before the head is not the same as a scale of the logits.
     if not input_scales or (input_scales[0] != 1 and head.bias is not None):
@@ -141,7 +141,7 @@ def _find_transform(module: PreTrainedModel) -> HeadTransform:
     if not matching:
         keys = {key: value for key in (*SCALES, *SOFTCAPS) if (value := _number(module, key)) is not None}
         raise ConfigError(
-            f"model.path: {name} transforms its logits after the head by something else than a factor or a soft cap from its "
+            f"model.path: {name} transforms its logits after the head by something other than a factor or a soft cap from its "
             f"configuration ({keys or 'which names none'}); such a model is not supported"
         )
     return replace(matching[0], scale=matching[0].scale * input_scales[0])
@@ -153,7 +153,9 @@ def linear_head(module: PreTrainedModel) -> nn.Linear:
     if head is None:
         raise ConfigError(_no_causal_model(module))
     if not isinstance(head, nn.Linear):
-        raise ConfigError(f"model.path: the head of {type(module).__name__} is {type(head).__name__}, no linear layer")
+        raise ConfigError(
+            f"model.path: the head of {type(module).__name__} is {type(head).__name__}, which is not a linear layer"
+        )
     return head
 
 
@@ -188,7 +190,7 @@ class _Trial:
 
     def make_test_values(self, like: Tensor) -> Tensor:
         """Values of many magnitudes, with the shape, dtype and device of `like`. The largest values saturate the soft caps."""
-        largest = max((t.softcap or 1.0) / min(t.scale, 1.0) for t in self.transforms) * _LARGEST_ARGUMENT
+        largest = max((t.softcap or 1.0) / min(t.scale, 1.0) for t in self.transforms) * _LARGEST_TANH_ARGUMENT
         generator = torch.Generator().manual_seed(0)
         values = torch.rand(like.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1).pow_(3).mul_(largest)
         self.test_values = values.to(like.device, like.dtype)

@@ -46,7 +46,7 @@ def _kernels(device: torch.device) -> Any | None:
             raise RuntimeError(f"silu(1) is {out.item():.6f} by Triton")
     except Exception as error:
         # Triton, the driver and the compiler raise exceptions of their own.
-        logger.warning("Triton's kernels do not run here, torch computes: %s", first_line(error))
+        logger.warning("Triton's kernels do not run here, so torch computes instead: %s", first_line(error))
         return None
     return kernels
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncrl.builds import is_current_build, native_enabled
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
-LANES = 16  # values that the kernels compute at once (SIMD)
+SIMD_WIDTH = 16  # values that the kernels compute at once (SIMD)
 _HEAD_SIZES = (16, 32, 64, 128)  # of `decode_attention`
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 # Argument types of the C functions.
@@ -73,11 +73,11 @@ def build_name() -> str:
     return "torch" if _library is None else Path(_library._name).name.partition(".")[0].removeprefix("_native_")
 
 
-def takes(*tensors: Tensor, size: int = LANES) -> bool:
+def takes(*tensors: Tensor, size: int = SIMD_WIDTH) -> bool:
     """Whether the kernels can compute with these tensors. All tensors must be on the CPU, contiguous in the last dimension, and of
-    one dtype: float32 or bfloat16. `size`, the number of values in a row, must be a multiple of `LANES`; leave it out for a kernel
-    that takes rows of any size."""
-    if _library is None or size % LANES:
+    one dtype: float32 or bfloat16. `size`, the number of values in a row, must be a multiple of `SIMD_WIDTH`; leave it out for a
+    kernel that takes rows of any size."""
+    if _library is None or size % SIMD_WIDTH:
         return False
     dtype = tensors[0].dtype
     if dtype not in _DTYPE_CODES:

@@ -114,8 +114,7 @@ class LoraParameters(FlatParameters):
         """`weights`: the frozen weights of the module. `seed`: for A. Errors: ConfigError of `find_targets`."""
         self.targets = targets = find_targets(module, config)
         self._has_stacks = any(parameter.ndim == 3 for parameter in module.parameters())
-        self.config = config
-        self.scale = config.alpha / config.rank
+        self.config, self.scale = config, config.alpha / config.rank
         self.weights = weights
         index = {id(parameter): i for i, parameter in enumerate(weights.parameters)}
         adapters = list(_initial_values(targets, config.rank, seed))
@@ -166,7 +165,7 @@ class LoraParameters(FlatParameters):
             if name in state and state[name].shape != master.shape:
                 raise ConfigError(
                     f"model.lora: the saved adapter {name} has shape {tuple(state[name].shape)}, this run's has "
-                    f"{tuple(master.shape)}; go on with the rank of the saved run"
+                    f"{tuple(master.shape)}; set model.lora.rank to the rank of the saved adapter"
                 )
         super().load_masters(state)
 
@@ -230,12 +229,14 @@ def _find_parameters(
             weight, name = parameters[leaf], f"{owner}.{leaf}"
             found.update(wanted for wanted in names if _matches(name, wanted))
             if weight.ndim not in (2, 3) or owner in layers or name in unreached:
-                reason = f"has {weight.ndim} dimensions, and adapters need 2 or 3"
+                reason = f"it has {weight.ndim} dimensions, and adapters need 2 or 3"
                 if owner in layers:
-                    reason = "has adapters already, by model.lora.target_modules"
+                    reason = "it has adapters already, by model.lora.target_modules"
                 elif name in unreached:
-                    reason = "no text reaches"
-                raise ConfigError(f"model.lora.target_parameters: {name} is named, which {reason}; leave it out")
+                    reason = "no text reaches it"
+                raise ConfigError(
+                    f"model.lora.target_parameters: {name} cannot have an adapter: {reason}; leave it out"
+                )
             wrappers = ".base_layer" * (len(chosen) - 1 - number)
             transposed = weight.ndim == 3 and bool(getattr(part, "is_transposed", False))
             yield Target(owner + wrappers, weight, None, transposed)

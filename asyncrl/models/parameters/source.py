@@ -96,6 +96,7 @@ def directory_or_hub(source: str, setting: str) -> str:
     parent_exists = bool(slash) and Path(first).is_dir()
     path_like = path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
     if path_like or parent_exists or path.exists():
-        problem = "is a file" if path.exists() else f"does not exist (looked from {Path.cwd()})"
-        raise ConfigError(f"{setting}: there is no directory {source!r}: it {problem}; name a directory or a hub id")
+        problem = f"there is no directory {source!r}: it does not exist (looked from {Path.cwd()})"
+        problem = f"{source!r} is not a directory: it is a file" if path.exists() else problem
+        raise ConfigError(f"{setting}: {problem}; name a directory or a hub id")
     return source

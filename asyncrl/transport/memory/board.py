@@ -300,7 +300,7 @@ class Board:
                 f"{source.dtype} on {source.device}; give a flat buffer of the board's shape, dtype and device"
             )
         if not source.is_contiguous():
-            raise ValueError("the weight board takes contiguous weights only; found strided ones: call .contiguous()")
+            raise ValueError("the weight board takes contiguous weights; found a strided tensor: call .contiguous()")
 
 
 def _slab_half(elements: int, dtype: torch.dtype) -> int:

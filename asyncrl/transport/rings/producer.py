@@ -34,7 +34,7 @@ from ..memory.words import fault
 from .attachment import Attachment, attach
 from .ring import RingMemory, RingWriter
 
-# Waits are split into parts of at most this many seconds, because `_stopped_s` notices only suspensions that outlast the part.
+# Waits are split into parts of at most this many seconds, because `_suspended_s` notices only suspensions that outlast the part.
 _SLICE_S = 10.0
 
 T = TypeVar("T")
@@ -387,7 +387,7 @@ async def _attach(core: ProducerCore, waits: Waits, deadline: float) -> None:
         began, pause = time.monotonic(), next(pauses)
         await waits.readable((), pause)
         # The time in which this process was suspended (SIGSTOP) does not count.
-        deadline += _stopped_s(began, pause)
+        deadline += _suspended_s(began, pause)
 
 
 async def _complete_put(
@@ -410,7 +410,7 @@ async def _complete_put(
                 seconds = min(next(pauses), seconds)
                 await waits.readable((), seconds)
             # The time in which this process was suspended does not count: the owner may have been suspended too.
-            deadline += _stopped_s(began, seconds)
+            deadline += _suspended_s(began, seconds)
             if need is Need.OWNER:
                 ownerless = await waits.call(partial(core.try_attach, deadline)) is None
                 if ownerless:
@@ -438,7 +438,7 @@ def _pauses() -> Iterator[float]:
         seconds = min(2 * seconds, 0.25)
 
 
-def _stopped_s(began: float, limit_s: float) -> float:
+def _suspended_s(began: float, limit_s: float) -> float:
     """Seconds since `began`, if they exceed `limit_s` by over 1 s: this process was probably suspended. If they do not: 0."""
     elapsed = time.monotonic() - began
     return elapsed if elapsed > limit_s + 1.0 else 0.0

@@ -47,7 +47,7 @@ from .types import Delivery, RingSettings, RingStatistics, SeenMembers
 if TYPE_CHECKING:
     from ...telemetry.recorder import Recorder
 
-_REMEMBERED = 1 << 17  # released members kept to detect duplicates
+_REMEMBERED_MEMBERS = 1 << 17  # released members kept to detect duplicates
 # Takes the place of a slot in `_ready`: the producer has ended. It is queued after the producer's records.
 _PRODUCER_END = -1
 
@@ -64,7 +64,7 @@ class RecordRing:
         self.damage: list[str] = []
         self.on_damage: Callable[[str], None] | None = None
         self.recorder: Recorder | None = None
-        self._seen = SeenMembers(_REMEMBERED)
+        self._seen = SeenMembers(_REMEMBERED_MEMBERS)
         self._counts = RingStatistics()
         self._links: dict[bytes, Link] = {}
         self._damaged_links: list[Link] = []  # found damaged while open; their records may be in use
