@@ -102,7 +102,7 @@ def test_a_copy_of_a_member_is_idempotent_bit_for_bit() -> None:
     [
         (record(0, 3), "members are 0 to 2"),
         (record(0, -1), "member -1 of group 0"),
-        (record(1, 0, 0), "group size 0"),
+        (record(1, 0, 0), "the group has size 0"),
         (record(0, 2, 4), "the group began with size 3"),
         (record(0, 0, salt=1), "the first is kept"),
         (replace(record(0, 0), reward=9.0), "arrived twice"),
