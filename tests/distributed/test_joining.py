@@ -32,14 +32,32 @@ async def entrance() -> AsyncIterator[tuple[JoinHandler, str, list[str]]]:
         yield door, address, notes
 
 
-async def test_nodes_that_join_at_once_get_numbers_that_no_rank_has_when_the_run_is_open() -> None:
+async def test_nodes_that_join_at_once_get_numbers_that_no_rank_has_when_the_run_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer, waiting = JoinHandler._answer, set[str]()
+
+    async def counted(door: JoinHandler, peer: str, node: dict[str, str], buffers: Any) -> Any:
+        waiting.add(peer)
+        try:
+            return await answer(door, peer, node, buffers)
+        finally:
+            waiting.remove(peer)
+
+    async def until_waiting(count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(waiting) != count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(JoinHandler, "_answer", counted)
     async with entrance() as (door, address, notes):
         asking = [asyncio.create_task(ask_to_join(address, SECRET)) for _ in range(3)]
         given_up = asyncio.create_task(ask_to_join(address, SECRET))
-        await asyncio.sleep(0.1)
+        await until_waiting(4)
         assert not any(each.done() for each in asking) and notes == []
         given_up.cancel()
         await asyncio.wait([given_up])
+        await until_waiting(3)
         door.open(lambda: TOLD)
         joined = await asyncio.gather(*asking)
         assert sorted(each.rank for each in joined) == [2, 3, 4]
