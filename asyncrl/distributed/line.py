@@ -375,7 +375,7 @@ class LineServer(_End):
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._refusing = True
         elif event == zmq.EVENT_DISCONNECTED:
-            address, peer = self._connections.pop(value, ""), self._greeted.pop(value, "")
+            address, peer = self._connections.pop(value, "") or "an unknown address", self._greeted.pop(value, "")
             # Warn only about a refused connection. A connection that broke may be that of a rank.
             refused, self._refusing = self._refusing, False
             exchange = self._peers.get(peer)
@@ -384,7 +384,7 @@ class LineServer(_End):
             # Read the HELLO that the peer may have sent before it disconnected. Not before the `pop`s: the next message may be the
             # HELLO of a new connection with the same descriptor, which the `pop`s would remove.
             self._read()
-            if refused and address and address not in self._refused:
+            if refused and address not in self._refused:
                 self._refused.add(address)
                 text = (
                     "%s refused a connection from %s, which does not know the secret of this run; if it is a node of this run, "
