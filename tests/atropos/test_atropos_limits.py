@@ -223,14 +223,14 @@ async def test_bodies_that_are_too_large_together_are_refused(name: str, monkeyp
 async def test_a_body_that_pauses_is_told_from_one_that_is_only_long(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.http.server.PAUSE_S", 1.0)
+    monkeypatch.setattr("asyncrl.http.server.PAUSE_S", 2.0)
     async with opened(name) as s:
-        body = json.dumps(group(7)).encode().ljust(4 * 300)
+        body = json.dumps(group(7)).encode().ljust(12 * 100)
         async with await anyio.connect_tcp("127.0.0.1", urlsplit(s.door.url).port or 0) as stream:
             await stream.send(head_of(s, "/scored_data", f"Content-Length: {len(body)}"))
-            for begin in range(0, len(body), 300):
-                await anyio.sleep(0.4)
-                await stream.send(body[begin : begin + 300])
+            for begin in range(0, len(body), 100):
+                await anyio.sleep(0.2)
+                await stream.send(body[begin : begin + 100])
             assert (await stream.receive())[9:12] == b"200"
 
 

@@ -295,8 +295,7 @@ async def test_without_the_secret_there_is_no_connection_and_the_server_logs_eac
     async with two_ends() as (server, client):
         host, _, port = server.address.removeprefix("tcp://").rpartition(":")
         for first_bytes, is_seen in ((greeting, True), (greeting, False), (b"GET / HTTP/1.0\r\n\r\n" * 20, False)) * 2:
-            stranger = socket.create_connection((host, int(port)), timeout=30)
-            with stranger, contextlib.suppress(ConnectionResetError):
+            with socket.create_connection((host, int(port)), 30) as stranger, contextlib.suppress(ConnectionResetError):
                 if is_seen:
                     await until(lambda: [*server._connections.values()] == ["127.0.0.1"] * 2)
                 stranger.sendall(first_bytes)

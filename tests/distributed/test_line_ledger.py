@@ -65,9 +65,9 @@ async def test_where_ranks_have_shares_each_is_admitted_its_own_ordinals_of_the_
         mine = [await fresh(a, group) for group in (0, 2, 4)]
         assert a.due() == 0 and await refused(a, 6)
         await a.end(mine.pop(), "dropped", "no signal")
-        assert await refused(b, 10**6) is False, "a share that is not used up is the rank's, whatever prompt is next"
+        # A share that is not used up is the rank's, whatever prompt is next.
+        theirs = [await fresh(b, 10**6), await fresh(b, 3)]
         mine.append(await fresh(a, 6))
-        theirs = [Ticket(10**6, 0, 0), await fresh(b, 3)]
         assert (a.due(), b.due()) == (0, 0) and await refused(b, 5)
         for ledger, tickets in ((a, mine), (b, theirs)):
             for ticket in tickets:

@@ -112,11 +112,11 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     tree["rollout"] = tree["rollout"] | {"environment": f"{MODEL}:Stubborn"}
     process = start(tmp_path, tree)
     process.wait_until(lambda: "stubborn" in process.output, "episode that will not end")
+    first = time.monotonic()
     process.send(signal.SIGTERM)
     announced = "aborting the open step; SIGINT or SIGTERM after 5 s ends the process"
     process.wait_until(lambda: announced in process.output, "announcement")
     process.send(signal.SIGTERM)  # too soon: it is the same stop, which a launcher sent on
-    first = time.monotonic()
     while process.ended is None and time.monotonic() - first < 30:  # half of the time that the shutdown would have
         # The pace of somebody who asks again and again; nothing is waited for.
         time.sleep(0.2)
