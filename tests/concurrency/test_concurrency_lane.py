@@ -460,7 +460,7 @@ started = asyncio.Event()
 def work(loop):
     one = torch.randn(1000, 1000)
     loop.call_soon_threadsafe(started.set)
-    for _ in range(20):
+    for _ in range(10):
         one = one @ one / 1000
     print("worked to its end", flush=True)
 
