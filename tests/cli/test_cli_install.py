@@ -61,6 +61,7 @@ def test_a_wheel_has_version_licence_and_examples(installed: Path) -> None:
     assert run("-c", hint, cwd=installed, PYTHONPATH=str(installed)) == "pip install 'asyncrl[http]'\n"
 
 
+@pytest.mark.slow
 def test_examples_of_an_installed_package_are_copied_and_run(installed: Path, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(installed)}
     app = ("-m", "asyncrl.cli.app")

@@ -170,7 +170,7 @@ class Run:
         return self
 
 
-@pytest.mark.parametrize("seeds", [range(500), pytest.param(range(500, 1500), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(250), pytest.param(range(250, 1500), marks=pytest.mark.slow)], ids=str)
 def test_wait_mode_bounds_the_age_and_drops_nobody(seeds: range) -> None:
     reached: Counter[tuple[int, int]] = Counter()
     for seed in seeds:

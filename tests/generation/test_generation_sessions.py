@@ -356,10 +356,8 @@ async def test_a_turn_may_be_cancelled_at_every_closure(when: int) -> None:
         assert sorted(columns._free) == [0, 1, 2] and columns.count == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("layout")
-@pytest.mark.parametrize(
-    "layout", ["native", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "ragged"))], indirect=True
-)
 async def test_two_hundred_sessions_with_random_ends_leave_nothing_behind() -> None:
     """One to four turns, forks, tools that take a while, cancelled requests, and too few positions for all that run and wait."""
     policy, plain = policy_and_plain("qwen3")

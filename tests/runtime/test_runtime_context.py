@@ -159,14 +159,10 @@ ENDLESS = ASYNC | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "rank", "size"),
-    [
-        pytest.param(signal.SIGKILL, 2, 4, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, 0, 4, marks=pytest.mark.slow),
-        (signal.SIGSTOP, 1, 2),
-        pytest.param(signal.SIGSTOP, 3, 4, marks=pytest.mark.slow),
-    ],
+    [(signal.SIGKILL, 2, 4), (signal.SIGKILL, 0, 4), (signal.SIGSTOP, 1, 2), (signal.SIGSTOP, 3, 4)],
     ids=["a leader", "rank 0", "a sibling stops", "a sibling of another rank stops"],
 )
 def test_a_lost_rank_ends_the_run_and_is_named_with_its_set(

@@ -73,6 +73,7 @@ async def test_a_request_of_no_episode_is_not_trained_and_gets_any_temperature(t
             assert len({tuple(await ask(temperature=2)) for _ in range(5)}) > 1
 
 
+@pytest.mark.slow
 async def test_200_sessions_record_what_was_sampled_byte_for_byte(tmp_path: Path) -> None:
     """Each client keeps what it was told: tokens and log-probs are those of the trajectory, and of no other episode."""
     config = load_config(

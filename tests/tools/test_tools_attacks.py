@@ -15,6 +15,7 @@ pytest.importorskip("aiohttp", reason="needs the extra [http]")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_no_record_ends_a_run_stays_in_its_ring_or_is_refused_without_a_name() -> None:
     command = [sys.executable, str(ROOT / "tools/chaos/__main__.py"), "records", "--requests", "1500", "--steps", "100"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
