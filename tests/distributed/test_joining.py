@@ -46,7 +46,7 @@ async def test_nodes_that_join_at_once_get_numbers_that_no_rank_has_when_the_run
 
     async def until_waiting(count: int) -> None:
         async with asyncio.timeout(60):
-            while len(waiting) != count:  # noqa: ASYNC110
+            while len(waiting) != count:  # noqa: ASYNC110  # of the door's tasks
                 await asyncio.sleep(0.01)
 
     monkeypatch.setattr(JoinHandler, "_answer", counted)
